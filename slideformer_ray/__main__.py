@@ -1,0 +1,5 @@
+"""`python -m slideformer_ray` is the command slideformer-ray."""
+
+from slideformer_ray.cli import app
+
+app()
