@@ -1,0 +1,67 @@
+"""The GPU compute actor: a thin Ray class over `SlidingWindow`. One call a step; `ctl` answers while a step runs."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import ray
+import torch
+
+from slideformer_ray.actors.lanes import SCALARS, StepInputs
+from slideformer_ray.actors.process import ActorReport, ActorSetup, attach_buffers, prepare_process
+from slideformer_ray.actors.sliding_window import GpuStepResult, SlidingWindow
+from slideformer_ray.budget import CUDA_CONTEXT_BYTES, physical_cores
+from slideformer_ray.config import GIB
+from slideformer_ray.memory import pinning
+from slideformer_ray.memory.counters import CounterPage
+
+
+# Ray's stubs do not know concurrency groups.
+@ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0, max_task_retries=0)  # type: ignore[call-overload]
+class GpuActor:
+    def __init__(self, setup: ActorSetup):
+        # On a GPU the threads look up embedding rows, while the optimizer actors wait for the step to begin.
+        prepare_process(max(1, physical_cores() // 2))
+        self.setup = setup
+        self.device = torch.device(setup.layout.device)
+        if self.device.type == "cuda":
+            _prepare_gpu(setup.config.budget.gpu_gib)
+        self.buffers = attach_buffers(setup.handles)
+        self.registration = pinning.register([b.page_range for b in self.buffers.values()], device=self.device)
+        page = CounterPage(self.buffers["control"].numpy(np.uint8), setup.layout.counter_names(), SCALARS)
+        self.window = SlidingWindow(
+            setup.spec,
+            setup.hf_config,
+            setup.layout,
+            self.buffers,
+            page,
+            self.device,
+            layers=setup.config.placement.layers,
+            poison=setup.config.debug.poison_freed_slots,
+            timeout_s=setup.config.debug.wait_timeout_s,
+            max_grad_norm=setup.config.optimizer.max_grad_norm,
+        )
+
+    def run_step(self, inputs: StepInputs) -> GpuStepResult:
+        return self.window.run_step(inputs)
+
+    @ray.method(concurrency_group="ctl")
+    def report(self) -> ActorReport:
+        return ActorReport.of(
+            "gpu actor", f"{self.device}; {self.registration.report}; layers {self.window.layers_in_use}"
+        )
+
+    def __repr__(self) -> str:
+        return f"GpuActor({os.getpid()})"
+
+
+def _prepare_gpu(limit_gib: float | None) -> None:
+    """Before CUDA starts: the allocator's habits, and the budget as a hard limit on what it may take."""
+    # Layers of several shapes leave holes that segments which can grow do not.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # The compiler's worker processes, one a core by default, take 250 MB of host memory each.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    if limit_gib is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_gib * GIB - CUDA_CONTEXT_BYTES) / total))

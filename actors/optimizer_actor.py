@@ -1,0 +1,91 @@
+"""A CPU optimizer actor: a thin Ray class over `AdamShard`. One call a step; `ctl` answers while a step runs.
+
+`max_restarts=0`: a restarted actor would come back with empty states. Recovery is from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import numpy as np
+import ray
+from torch import Tensor
+
+from slideformer_ray.actors.adam_shard import AdamShard, UpdateStepResult
+from slideformer_ray.actors.lanes import SCALARS, StepInputs
+from slideformer_ray.actors.process import ActorReport, ActorSetup, attach_buffers, prepare_process
+from slideformer_ray.memory.counters import CounterPage
+from slideformer_ray.model.spec import BlockSpec
+from slideformer_ray.model.weights import WeightFiles, init_block_slice, load_block_slice
+
+
+# Ray's stubs do not know concurrency groups.
+@ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0, max_task_retries=0)  # type: ignore[call-overload]
+class OptimizerActor:
+    def __init__(self, setup: ActorSetup, actor: int):
+        prepare_process(setup.layout.threads_per_optimizer_actor)
+        self.setup, self.actor = setup, actor
+        self.buffers = attach_buffers(setup.handles)
+        page = CounterPage(self.buffers["control"].numpy(np.uint8), setup.layout.counter_names(), SCALARS)
+        self.shard = AdamShard(
+            setup.spec,
+            setup.layout,
+            actor,
+            self.buffers,
+            page,
+            setup.config.optimizer,
+            setup.total_steps,
+            timeout_s=setup.config.debug.wait_timeout_s,
+        )
+
+    def load_weights(self, model_dir: Path) -> None:
+        load_weights(self.shard, self.setup, model_dir)
+
+    def draw_weights(self) -> None:
+        draw_weights(self.shard, self.setup)
+
+    def run_step(self, inputs: StepInputs) -> UpdateStepResult:
+        return self.shard.run_step(inputs)
+
+    def master(self, name: str) -> tuple[int, np.ndarray]:
+        return self.shard.master(name)
+
+    def save_states(self, directory: Path) -> list[str]:
+        return self.shard.save_states(directory)
+
+    def load_states(self, directory: Path) -> int:
+        return self.shard.load_states(directory)
+
+    @ray.method(concurrency_group="ctl")
+    def report(self) -> ActorReport:
+        shard = self.shard
+        detail = (
+            f"{shard.adam.backend} {shard.adam.isa}, {shard.state_bytes / 2**30:.2f} GiB of states; {shard.adam.reason}"
+        )
+        return ActorReport.of(shard.name, detail)
+
+    def __repr__(self) -> str:
+        return f"OptimizerActor({self.actor}, {os.getpid()})"
+
+
+def load_weights(shard: AdamShard, setup: ActorSetup, model_dir: Path) -> None:
+    """Masters are made from the loaded weights, exactly; every actor reads its own slices."""
+    with WeightFiles(model_dir) as files:
+        shard.fill(functools.partial(_from_files, files, setup.layout.precision))
+
+
+def _from_files(
+    files: WeightFiles, precision: str, block: BlockSpec, start: int, stop: int, hi: Tensor, lo: Tensor | None
+) -> None:
+    load_block_slice(files, block, start, stop, hi, lo, precision)
+
+
+def draw_weights(shard: AdamShard, setup: ActorSetup) -> None:
+    def fill(block: BlockSpec, start: int, stop: int, hi: Tensor, lo: Tensor | None) -> None:
+        init_block_slice(
+            setup.hf_config, block, start, stop, hi, lo, setup.layout.precision, setup.config.training.seed
+        )
+
+    shard.fill(fill)

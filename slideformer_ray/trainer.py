@@ -1,0 +1,379 @@
+"""The driver: checks everything, starts the tiers, submits one step plan a step, gathers results, evaluates, saves.
+
+    trainer = Trainer(RunConfig.load("run.yaml"))   # reads and checks; nothing is started
+    print(trainer.plan)                             # bytes of every tier
+    summary = trainer.train()
+
+Tested by tests/test_trainer.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from slideformer_ray.actors.lanes import StepInputs
+from slideformer_ray.actors.process import ActorReport
+from slideformer_ray.actors.state_files import fsync_path
+from slideformer_ray.budget import NUM_BATCH_BUFFERS, BytePlan, Machine, resolve
+from slideformer_ray.checkpoint import CheckpointDoesNotFit, check_checkpoint, load_checkpoint, save_checkpoint
+from slideformer_ray.config import ConfigError, RunConfig
+from slideformer_ray.data.batches import DataSet, StepBatch
+from slideformer_ray.lr_schedule import check_schedule
+from slideformer_ray.model.layers import describe_model, load_hf_config
+from slideformer_ray.model.spec import ModelSpec
+from slideformer_ray.model.weights import WeightFiles
+from slideformer_ray.observe.memory import anonymous_bytes, process_tree
+from slideformer_ray.observe.metrics import Callback, EvalMetrics, MetricsFile, StepMetrics, to_json
+from slideformer_ray.shortfalls import check_disk
+from slideformer_ray.tiers import LocalTiers, PendingStep, RayTiers, StepReport, Tiers
+
+log = logging.getLogger(__name__)
+
+# How often the memory of all processes is read for the summary's peak, seconds.
+_MEMORY_EVERY_SECONDS = 2.0
+
+
+# Steps submitted and not gathered: one at work and one waiting behind it, so that no actor waits for the driver.
+STEPS_AHEAD = 2
+assert STEPS_AHEAD < NUM_BATCH_BUFFERS
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many steps in a row had a non-finite gradient norm."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did; written to RUN/summary.json."""
+
+    steps: int
+    skipped_steps: int
+    first_eval_loss: float | None
+    last_eval_loss: float | None
+    last_loss: float
+    seconds: float
+    median_step_seconds: float
+    tokens_per_second: float
+    peak_host_bytes: int
+    peak_gpu_bytes: int
+    spilled_bytes: int
+    model_dir: str | None
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    pending: PendingStep
+    batch: StepBatch
+    started: float
+
+
+class Trainer:
+    """`local=True` runs the tiers as threads of this process instead of Ray actors."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        callbacks: Sequence[Callback] = (),
+        local: bool = False,
+        machine: Machine | None = None,
+    ):
+        self.config, self.local = config, local
+        self.machine = machine or Machine.read(config.placement.device)
+        self.hf_config = load_hf_config(config.model.path)
+        with_weights = not config.model.random_init
+        self.spec = describe_model(self.hf_config, config.model.frozen)
+        if config.checkpoint.save_final:
+            check_final_model_dir(config)
+        self.resumed = check_checkpoint(config.checkpoint.resume, config) if config.checkpoint.resume else None
+        self.plan: BytePlan = resolve(config, self.spec, self.hf_config.intermediate_size, self.machine, local=local)
+        check_disk(config, self.plan)
+        if with_weights:
+            with WeightFiles(self._weights_dir()) as files:
+                files.check(self.spec)
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.data = DataSet.load(config, self.tokenizer)
+        check_vocabulary(self.data, self.spec, config)
+        if self.resumed and self.resumed.get("train_rows", len(self.data.train)) != len(self.data.train):
+            raise ConfigError(
+                f"checkpoint.resume: {config.checkpoint.resume} was trained on {self.resumed['train_rows']} rows, "
+                f"data.train gives {len(self.data.train)}; the next step would train other rows: give the same files"
+            )
+        check_schedule(self.data.num_steps, config.optimizer.warmup_steps)
+        if self.resumed and self.resumed["steps_done"] > self.data.num_steps:
+            raise ConfigError(
+                f"checkpoint.resume: {config.checkpoint.resume} is of step {self.resumed['steps_done']}, the run has "
+                f"{self.data.num_steps} steps; raise training.steps (or epochs)"
+            )
+        self.callbacks: list[Callback] = [MetricsFile(config.run_dir / "metrics.jsonl"), *callbacks]
+        self.actor_reports: Sequence[ActorReport] = ()  # of this run's actors, once they have started
+        self._begin()
+
+    def _begin(self) -> None:
+        """What one run counts; `train` may be called again, and starts anew."""
+        self._next_batch: StepBatch | None = None  # of the step after the last one submitted
+        self._train_steps = 0  # submitted in this process: where the shared counters stand
+        self._peak_host_bytes, self._memory_read_at = 0, 0.0
+        self._peak_gpu_bytes = 0
+        self._skipped_in_a_row, self._skipped = 0, 0
+        self._applied_steps = 0
+        self._step_seconds: list[float] = []
+        self._tokens = 0
+        self._last_end = 0.0
+
+    def _weights_dir(self) -> Path:
+        return self.config.checkpoint.resume / "model" if self.config.checkpoint.resume else self.config.model.path
+
+    # ------------------------------------------------------------------------------------------------------ the run
+
+    def train(self) -> Summary:
+        """Run to the last step and write RUN. Raises TierError or TrainingDiverged.
+
+        Whatever happens, every process is ended.
+        """
+        config = self.config
+        self._begin()
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
+        started = time.perf_counter()
+        with (LocalTiers if self.local else RayTiers)(
+            config, self.hf_config, self.spec, self.plan, self.data.num_steps
+        ) as tiers:
+            self.actor_reports = tiers.reports()
+            first = self._load(tiers)
+            for callback in self.callbacks:
+                callback.on_start(self.data.num_steps, first)
+            first_eval = last_eval = self.evaluate(tiers, first)
+            last = self._run_steps(tiers, first)
+            if self.data.eval and self.data.num_steps > first:
+                last_eval = self.evaluate(tiers, self.data.num_steps)
+            model_dir = config.run_dir / "model" if config.checkpoint.save_final else None
+            if model_dir is not None:
+                _save_final_model(tiers, model_dir)
+            self._read_memory(tiers, force=True)
+            spilled = tiers.node.spilled_bytes() if isinstance(tiers, RayTiers) else 0
+        seconds = time.perf_counter() - started
+        ordered = sorted(self._step_seconds) or [math.nan]
+        summary = Summary(
+            steps=self.data.num_steps - first,
+            skipped_steps=self._skipped,
+            first_eval_loss=first_eval,
+            last_eval_loss=last_eval,
+            last_loss=last,
+            seconds=seconds,
+            median_step_seconds=ordered[len(ordered) // 2],
+            tokens_per_second=self._tokens / max(sum(self._step_seconds), 1e-9),
+            peak_host_bytes=self._peak_host_bytes,
+            peak_gpu_bytes=self._peak_gpu_bytes,
+            spilled_bytes=spilled,
+            model_dir=str(model_dir) if model_dir else None,
+        )
+        (config.run_dir / "summary.json").write_text(to_json(dataclasses.asdict(summary), indent=1) + "\n")
+        for callback in self.callbacks:
+            callback.on_end(summary)
+        return summary
+
+    def _load(self, tiers: Tiers) -> int:
+        """Weights and states; returns the number of steps done before."""
+        if self.resumed is None:
+            tiers.load_weights(None if self.config.model.random_init else self.config.model.path)
+            return 0
+        assert self.config.checkpoint.resume is not None
+        load_checkpoint(tiers, self.config.checkpoint.resume)
+        return int(self.resumed["steps_done"])
+
+    def _run_steps(self, tiers: Tiers, first: int) -> float:
+        """All steps from `first`. One step is always submitted ahead, so that no actor waits for the driver."""
+        total, training, saving = self.data.num_steps, self.config.training, self.config.checkpoint
+        ahead: deque[_Submitted] = deque()
+        loss = math.nan
+        self._last_end = time.perf_counter()
+        for step in range(first, total):
+            if len(ahead) == STEPS_AHEAD:
+                loss = self._finish(tiers, ahead.popleft())
+            ahead.append(self._submit(tiers, step))
+            done = step + 1
+            evaluates = (
+                bool(self.data.eval) and training.eval_every > 0 and done % training.eval_every == 0 and done < total
+            )
+            saves = saving.save_every > 0 and done % saving.save_every == 0
+            if evaluates or saves or done == total:
+                while ahead:
+                    loss = self._finish(tiers, ahead.popleft())
+                if evaluates:
+                    self.evaluate(tiers, done)
+                if saves:
+                    self._save(tiers, done)
+                self._last_end = time.perf_counter()
+        return loss
+
+    def _save(self, tiers: Tiers, done: int) -> None:
+        """A disk that has filled up costs the checkpoint, not the run."""
+        try:
+            save_checkpoint(tiers, self.config, done, self._applied_steps, len(self.data.train))
+        except CheckpointDoesNotFit as error:
+            log.warning("no checkpoint of step %d: %s", done, error)
+
+    def _submit(self, tiers: Tiers, step: int) -> _Submitted:
+        batch = self._next_batch or self.data.step_batch(step)
+        self._next_batch = self.data.step_batch(step + 1) if step + 1 < self.data.num_steps else None
+        submitted = submit_batch(tiers, batch, step, self._train_steps, train=True, following=self._next_batch)
+        self._train_steps += 1
+        return _Submitted(submitted, batch, time.perf_counter())
+
+    def _finish(self, tiers: Tiers, submitted: _Submitted) -> float:
+        report = tiers.gather(submitted.pending)
+        now = time.perf_counter()
+        seconds = now - max(submitted.started, self._last_end)
+        self._last_end = now
+        self._count(submitted.pending.inputs.step, report)
+        self._step_seconds.append(seconds)
+        self._tokens += submitted.batch.num_tokens
+        self._read_memory(tiers)
+        metrics = StepMetrics(
+            step=submitted.pending.inputs.step,
+            loss=report.gpu.loss,
+            grad_norm=report.gpu.grad_norm,
+            learning_rate=report.updates[0].learning_rate,
+            skipped=report.gpu.skipped,
+            tokens=submitted.batch.num_tokens,
+            supervised_tokens=submitted.batch.num_supervised,
+            step_seconds=seconds,
+            tokens_per_second=submitted.batch.num_tokens / seconds,
+            update_busy_seconds=max(u.busy_seconds for u in report.updates),
+            gpu_wait_seconds=report.gpu.waited_seconds,
+            gpu_peak_bytes=report.gpu.peak_gpu_bytes,
+        )
+        for callback in self.callbacks:
+            callback.on_step(metrics)
+        return report.gpu.loss
+
+    def _count(self, step: int, report: StepReport) -> None:
+        self._peak_gpu_bytes = max(self._peak_gpu_bytes, report.gpu.peak_gpu_bytes)
+        self._applied_steps = report.updates[0].applied_steps
+        if not report.gpu.skipped:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= self.config.optimizer.max_skipped_steps:
+            raise TrainingDiverged(
+                f"{self._skipped_in_a_row} steps in a row up to step {step} had a gradient norm of NaN or infinity and "
+                f"were skipped (optimizer.max_skipped_steps is {self.config.optimizer.max_skipped_steps}); lower "
+                f"optimizer.learning_rate ({self.config.optimizer.learning_rate:g}) or check the data of these steps. "
+                "Masters and states are those of the last good step"
+            )
+
+    def evaluate(self, tiers: Tiers, step: int) -> float | None:
+        """Mean loss of a supervised held-out token; None without held-out rows. Keeps two numbers a batch."""
+        if not self.data.eval:
+            return None
+        total, count = 0.0, 0
+        for batch in self.data.eval_batches():
+            report = tiers.gather(submit_batch(tiers, batch, step, self._train_steps, train=False))
+            total += report.gpu.loss * batch.num_supervised
+            count += batch.num_supervised
+        metrics = EvalMetrics(step, total / count, count)
+        for callback in self.callbacks:
+            callback.on_eval(metrics)
+        return metrics.eval_loss
+
+    def _read_memory(self, tiers: Tiers, force: bool = False) -> None:
+        """Host memory of the run: own pages of every process, Ray's too on a node of our own; shared buffers once."""
+        now = time.perf_counter()
+        if not force and now - self._memory_read_at < _MEMORY_EVERY_SECONDS:
+            return
+        self._memory_read_at = now
+        shared = sum(b.nbytes for b in tiers.buffers.values())
+        pids = process_tree(os.getpid()) | {report.pid for report in self.actor_reports}
+        self._peak_host_bytes = max(self._peak_host_bytes, shared + anonymous_bytes(pids))
+
+
+def submit_batch(
+    tiers: Tiers,
+    batch: StepBatch,
+    step: int,
+    train_steps: int,
+    *,
+    train: bool,
+    following: StepBatch | None = None,
+    trace: bool = False,
+) -> PendingStep:
+    """Write the batch where the actors read it and submit the step.
+
+    following: the training step after this one, if it is known: its embedding rows are then updated before all others.
+    """
+    slot = train_steps % NUM_BATCH_BUFFERS
+    tiers.write_batch(slot, batch.micro_batches)
+    next_batch = None
+    if following is not None:
+        next_batch = ((train_steps + 1) % NUM_BATCH_BUFFERS, sum(m.ids.size for m in following.micro_batches))
+        tiers.write_batch(next_batch[0], following.micro_batches)
+    shape = tiers.layout.shape(len(batch.micro_batches), train)
+    sizes = tuple((int(m.ids.shape[0]), int(m.ids.shape[1])) for m in batch.micro_batches)
+    return tiers.submit(StepInputs(step, shape, train_steps, slot, sizes, batch.num_supervised, next_batch, trace))
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The model directory's own tokenizer, never from a hub."""
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path: {path} has no tokenizer that transformers can load ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def check_vocabulary(data: DataSet, spec: ModelSpec, config: RunConfig) -> None:
+    """Every id must have a row in the embedding: another model's tokenizer would read past it. Raises ConfigError."""
+    highest = max(int(row.ids.max()) for row in (*data.train, *data.eval))
+    if highest >= spec.vocab_size:
+        raise ConfigError(
+            f"model.path: {config.model.path}: its tokenizer gives id {highest}, and the model's vocabulary has "
+            f"{spec.vocab_size} rows; use the tokenizer that belongs to the model"
+        )
+
+
+# In the final model's directory: a run wrote it, so the next run may replace it.
+FINAL_MODEL_MARK = ".written_by_slideformer_ray"
+
+
+def check_final_model_dir(config: RunConfig) -> None:
+    """RUN/model must not be where the run reads its weights, nor something that no run wrote. Raises ConfigError."""
+    model_dir = config.run_dir / "model"
+    sources = [config.model.path] + ([config.checkpoint.resume / "model"] if config.checkpoint.resume else [])
+    if any(model_dir.resolve() == source.resolve() for source in sources):
+        raise ConfigError(
+            f"run_dir: {config.run_dir}: the final model would replace the one that the run starts from, {model_dir}; "
+            "give another run_dir, or set checkpoint.save_final to false"
+        )
+    if model_dir.exists() and any(model_dir.iterdir()) and not (model_dir / FINAL_MODEL_MARK).exists():
+        raise ConfigError(
+            f"run_dir: {model_dir} holds something that no run wrote; move it, give another run_dir, or set "
+            "checkpoint.save_final to false"
+        )
+
+
+def _save_final_model(tiers: Tiers, model_dir: Path) -> None:
+    """Written beside and renamed: an earlier run's model stays until the new one is on the disk."""
+    new, old = model_dir.with_name("model.tmp"), model_dir.with_name("model.old")
+    for path in (new, old):
+        shutil.rmtree(path, ignore_errors=True)
+    tiers.save_model(new)
+    (new / FINAL_MODEL_MARK).touch()
+    if model_dir.exists():
+        model_dir.rename(old)
+    new.rename(model_dir)
+    fsync_path(model_dir.parent)
+    shutil.rmtree(old, ignore_errors=True)
