@@ -1,0 +1,321 @@
+"""The command `slideformer-ray`. Thin: it reads arguments, calls the package, prints what comes back.
+
+Results go to stdout (`--json` for programs), everything else to stderr. Exit codes: 0 done, 1 failed, 2 the user's
+input is wrong, 130 stopped by Ctrl-C, 143 stopped by SIGTERM. A mistake of the user's is one message; `--debug` adds
+tracebacks and Ray's own output. torch, transformers and Ray are imported by the commands that need them, so that
+`--help` is instant. Tested by tests/test_cli.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from slideformer_ray.config import ConfigError, RunConfig
+
+if TYPE_CHECKING:
+    from slideformer_ray.observe.metrics import Callback
+    from slideformer_ray.trainer import Summary
+
+DONE, FAILED, WRONG_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
+
+app = typer.Typer(
+    help="Full-parameter fine-tuning of language models on one workstation GPU that cannot hold them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that replace the file's: optimizer.eps=1e-6"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for programs.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Ray's own output.")]
+LogEvery = Annotated[int, typer.Option(min=1, help="Steps between lines of progress where there is no terminal.")]
+
+
+@app.command()
+def quickstart(
+    run_dir: Annotated[Path, typer.Option(help="An earlier quickstart there is replaced.")] = Path("runs/quickstart"),
+    as_json: Json = False,
+    log_every: LogEvery = 10,
+    debug: Debug = False,
+) -> None:
+    """Fine-tune the 1M parameter model that the package ships: 100 steps, a minute on two cores."""
+    with _exit_codes(debug):
+        from slideformer_ray.data.quickstart import QUICKSTART_PROMPT, quickstart_config, quickstart_model_dir
+        from slideformer_ray.generation import answer
+
+        _clear_earlier_quickstart(run_dir, quickstart_model_dir())
+        summary = _train(quickstart_config(run_dir), log_every, debug)
+        assert summary.model_dir is not None
+        before = answer(quickstart_model_dir(), QUICKSTART_PROMPT)
+        after = answer(Path(summary.model_dir), QUICKSTART_PROMPT)
+        if as_json:
+            answers = {"prompt": QUICKSTART_PROMPT, "text_before": before, "text_after": after}
+            _print_json(dataclasses.asdict(summary) | answers)
+        else:
+            from slideformer_ray.observe.report import field, summary_lines
+
+            texts = [("prompt", QUICKSTART_PROMPT), ("before", before), ("after", after)]
+            _print_lines([*summary_lines(summary), *(field(name, text) for name, text in texts)])
+
+
+@app.command()
+def train(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    log_every: LogEvery = 10,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Fine-tune a model."""
+    with _exit_codes(debug):
+        summary = _train(RunConfig.load(config_file, overrides or ()), log_every, debug)
+        if as_json:
+            _print_json(dataclasses.asdict(summary))
+        else:
+            from slideformer_ray.observe.report import summary_lines
+
+            _print_lines(summary_lines(summary))
+
+
+@app.command()
+def plan(
+    config_file: ConfigFile,
+    overrides: Overrides = None,
+    gpu_gib: Annotated[float | None, typer.Option(min=1, help="Plan for a GPU with this much free memory.")] = None,
+    ram_gib: Annotated[float | None, typer.Option(min=1, help="Plan for a machine with this much free RAM.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with so many cores.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show the bytes of every tier, before anything is allocated. Needs config.json, but neither weights nor data.
+
+    Refuses (exit code 2) what cannot fit, and says which setting would mend it.
+    """
+    with _exit_codes(debug):
+        from slideformer_ray.budget import DoesNotFit, resolve
+        from slideformer_ray.machine import Machine
+        from slideformer_ray.model.layers import describe_model, load_hf_config
+        from slideformer_ray.observe.report import plan_lines, plan_notes, plan_record
+        from slideformer_ray.shortfalls import check_disk
+
+        config = RunConfig.load(config_file, overrides or ())
+        machine = Machine.read(config.placement.device).like(gpu_gib=gpu_gib, ram_gib=ram_gib, cores=cores)
+        hf_config = load_hf_config(config.model.path)
+        spec = describe_model(hf_config, config.model.frozen)
+        shortfalls: tuple[str, ...] = ()
+        try:
+            byte_plan = resolve(config, spec, hf_config.intermediate_size, machine)
+        except DoesNotFit as error:
+            byte_plan, shortfalls = error.plan, error.shortfalls
+        notes = plan_notes(config)
+        if as_json:
+            _print_json(plan_record(config, spec, machine, byte_plan, shortfalls, notes))
+        else:
+            _print_lines(plan_lines(config, spec, machine, byte_plan))
+        for note in notes:
+            _say(f"note: {note}")
+        if shortfalls:
+            raise ConfigError("\n".join(shortfalls))
+        if gpu_gib is None and ram_gib is None:
+            check_disk(config, byte_plan)
+
+
+@app.command()
+def verify(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG.yaml KEY=VALUE", help="Without a file: the quickstart's model."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps that are compared.")] = 5,
+    local: Annotated[
+        bool,
+        typer.Option(
+            "--local/--ray", help="Run the tiers as threads of one process, or as Ray actors (slower to start)."
+        ),
+    ] = True,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare gradients, masters and overlap with plain PyTorch, on the config's own model and rows."""
+    with _exit_codes(debug):
+        config = _config_or_quickstart(list(arguments or ()))
+        from slideformer_ray.observe.report import verify_lines
+        from slideformer_ray.verify import verify as run_verify
+
+        with _only_results_on_stdout(debug):
+            report = run_verify(config, steps=steps, local=local, on_line=_say)
+        if as_json:
+            print(report.to_json())
+        else:
+            _print_lines(verify_lines(report))
+        if not report.passed:
+            raise typer.Exit(FAILED)
+
+
+# ----------------------------------------------------------------------------------------------------------- the pieces
+
+
+def _train(config: RunConfig, log_every: int, debug: bool) -> Summary:
+    """Check, say what will be done, do it under a progress bar."""
+    if debug:
+        config = config.changed(["debug.ray_output=true"])
+    from rich.console import Console
+
+    from slideformer_ray.budget import DoesNotFit
+    from slideformer_ray.observe.metrics import Callback
+    from slideformer_ray.observe.progress import progress_report
+    from slideformer_ray.observe.report import actor_lines, byte_lines, start_lines
+    from slideformer_ray.trainer import Trainer
+
+    class ActorLines(Callback):
+        def on_start(self, total_steps: int, first_step: int) -> None:
+            _say(*actor_lines(trainer.actor_reports))
+
+    with _only_results_on_stdout(debug), progress_report(Console(stderr=True), log_every) as progress:
+        try:
+            trainer = Trainer(config, callbacks=[ActorLines(), progress, _stop_between_steps()])
+        except DoesNotFit as error:
+            _say(*byte_lines(error.plan))
+            raise
+        _say(*start_lines(trainer), "starting the tiers ...")
+        return trainer.train()
+
+
+@contextmanager
+def _only_results_on_stdout(debug: bool) -> Iterator[None]:
+    """Ray prints there what its raylet complains of; `--debug` shows it on stderr."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stderr if debug else nowhere):
+        yield
+
+
+def _clear_earlier_quickstart(run_dir: Path, model_dir: Path) -> None:
+    """Remove what an earlier quickstart left; refuse to touch anything else. Raises ConfigError."""
+    if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+        return
+    try:
+        earlier = json.loads((run_dir / "config.json").read_text())["model"]["path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        earlier = ""
+    if Path(earlier).parts[-2:] != model_dir.parts[-2:]:
+        raise ConfigError(
+            f"--run-dir: {run_dir} holds something else than an earlier quickstart; give another directory"
+        )
+    shutil.rmtree(run_dir)
+
+
+def _config_or_quickstart(arguments: list[str]) -> RunConfig:
+    if arguments and "=" not in arguments[0]:
+        return RunConfig.load(arguments[0], arguments[1:])
+    from slideformer_ray.data.quickstart import quickstart_config
+
+    return quickstart_config("runs/verify").changed(arguments)  # nothing is written there
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _print_lines(lines: list[str]) -> None:
+    print("\n".join(lines), flush=True)
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=1), flush=True)
+
+
+@contextmanager
+def _exit_codes(debug: bool) -> Iterator[None]:
+    """One message and the right exit code for every way in which a command can end."""
+    _quieten(debug)
+    terminated = False
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        # The one exception that comes out of Ray's calls as it went in: SystemExit would lose its code there.
+        nonlocal terminated
+        terminated = True
+        _interrupt(number, frame)
+
+    _stops.clear()
+    signal.signal(signal.SIGINT, _interrupt)
+    handler = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if terminated:
+            _fail("stopped by SIGTERM", TERMINATED, debug)
+        _fail("stopped by Ctrl-C", INTERRUPTED, debug)
+    except ValueError as error:  # ConfigError, DataError and their like: complete sentences
+        _fail(str(error), WRONG_INPUT, debug)
+    except OSError as error:  # a file or a disk of the user's, such as one that is full
+        _fail(f"{error.filename or 'system'}: {error.strerror or error}", FAILED, debug)
+    except RuntimeError as error:
+        if not _is_run_error(error):
+            raise
+        _fail(str(error), FAILED, debug)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+# Signals that asked the command to stop.
+_stops: list[int] = []
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    _stops.append(number)
+    raise KeyboardInterrupt
+
+
+def _stop_between_steps() -> Callback:
+    """Python drops an exception that a signal raises inside a finalizer: then the run ends after its step."""
+    from slideformer_ray.observe.metrics import Callback
+
+    class StopBetweenSteps(Callback):
+        def on_step(self, metrics: object) -> None:
+            if _stops:
+                raise KeyboardInterrupt
+
+    return StopBetweenSteps()
+
+
+def _is_run_error(error: RuntimeError) -> bool:
+    """Errors of a run that say all there is to say. Any other is a defect of ours, whose traceback is wanted."""
+    from slideformer_ray.tiers import TierError
+    from slideformer_ray.trainer import TrainingDiverged
+
+    return isinstance(error, TierError | TrainingDiverged)
+
+
+def _fail(message: str, code: int, debug: bool) -> NoReturn:
+    if debug:
+        traceback.print_exc()
+    _say(f"slideformer-ray: {message}")
+    raise typer.Exit(code)
+
+
+def _quieten(debug: bool) -> None:
+    """Before Ray and transformers are imported: their own words are for `--debug`; nothing is reported to anyone."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_LOGGER_LEVEL", "info" if debug else "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if debug else "1")
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    if debug:
+        logging.getLogger("slideformer_ray").setLevel(logging.DEBUG)
