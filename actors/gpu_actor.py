@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
-import numpy as np
 import ray
 import torch
 
-from slideformer_ray.actors.lanes import SCALARS, StepInputs
-from slideformer_ray.actors.process import ActorReport, ActorSetup, attach_buffers, prepare_process
+from slideformer_ray.actors.lanes import StepInputs
+from slideformer_ray.actors.process import ActorReport, ActorSetup, attach_buffers, open_page, prepare_process
 from slideformer_ray.actors.sliding_window import GpuStepResult, SlidingWindow
-from slideformer_ray.budget import CUDA_CONTEXT_BYTES, physical_cores
+from slideformer_ray.budget import CUDA_CONTEXT_BYTES
 from slideformer_ray.config import GIB
+from slideformer_ray.machine import physical_cores
 from slideformer_ray.memory import pinning
 from slideformer_ray.memory.counters import CounterPage
+from slideformer_ray.memory.shared_buffer import SharedBuffer
 
 
 # Ray's stubs do not know concurrency groups.
@@ -29,19 +31,7 @@ class GpuActor:
             _prepare_gpu(setup.config.budget.gpu_gib)
         self.buffers = attach_buffers(setup.handles)
         self.registration = pinning.register([b.page_range for b in self.buffers.values()], device=self.device)
-        page = CounterPage(self.buffers["control"].numpy(np.uint8), setup.layout.counter_names(), SCALARS)
-        self.window = SlidingWindow(
-            setup.spec,
-            setup.hf_config,
-            setup.layout,
-            self.buffers,
-            page,
-            self.device,
-            layers=setup.config.placement.layers,
-            poison=setup.config.debug.poison_freed_slots,
-            timeout_s=setup.config.debug.wait_timeout_s,
-            max_grad_norm=setup.config.optimizer.max_grad_norm,
-        )
+        self.window = make_window(setup, self.buffers, open_page(setup, self.buffers))
 
     def run_step(self, inputs: StepInputs) -> GpuStepResult:
         return self.window.run_step(inputs)
@@ -54,6 +44,21 @@ class GpuActor:
 
     def __repr__(self) -> str:
         return f"GpuActor({os.getpid()})"
+
+
+def make_window(setup: ActorSetup, buffers: Mapping[str, SharedBuffer], page: CounterPage) -> SlidingWindow:
+    return SlidingWindow(
+        setup.spec,
+        setup.hf_config,
+        setup.layout,
+        buffers,
+        page,
+        torch.device(setup.layout.device),
+        layers=setup.config.placement.layers,
+        poison=setup.config.debug.poison_freed_slots,
+        timeout_s=setup.config.debug.wait_timeout_s,
+        max_grad_norm=setup.config.optimizer.max_grad_norm,
+    )
 
 
 def _prepare_gpu(limit_gib: float | None) -> None:

@@ -226,7 +226,6 @@ def run_in_order(
     operation. Waits on other processes block the host thread of this lane. Raises LaneError, after telling every other
     lane to stop.
     """
-    awaited = {value for op in context.plan.ops for name, value in op.waits if name == lane.name}
     for op in lane.ops:
         with _naming(context, lane, op):
             for name, value in op.waits:
@@ -244,7 +243,7 @@ def run_in_order(
             result = watch.time(op, execute, stream)
             for name, value in op.signals:
                 if name == lane.name:
-                    context.progress[name].issue(value, stream, value in awaited)
+                    context.progress[name].issue(value, stream, (name, value) in context.plan.awaited)
                 else:
                     signal(op, name, context.absolute(name, value), stream.record(), result)
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,10 @@ import ray
 from torch import Tensor
 
 from slideformer_ray.actors.adam_shard import AdamShard, UpdateStepResult
-from slideformer_ray.actors.lanes import SCALARS, StepInputs
-from slideformer_ray.actors.process import ActorReport, ActorSetup, attach_buffers, prepare_process
+from slideformer_ray.actors.lanes import StepInputs
+from slideformer_ray.actors.process import ActorReport, ActorSetup, attach_buffers, open_page, prepare_process
 from slideformer_ray.memory.counters import CounterPage
+from slideformer_ray.memory.shared_buffer import SharedBuffer
 from slideformer_ray.model.spec import BlockSpec
 from slideformer_ray.model.weights import WeightFiles, init_block_slice, load_block_slice
 
@@ -28,17 +29,7 @@ class OptimizerActor:
         prepare_process(setup.layout.threads_per_optimizer_actor)
         self.setup, self.actor = setup, actor
         self.buffers = attach_buffers(setup.handles)
-        page = CounterPage(self.buffers["control"].numpy(np.uint8), setup.layout.counter_names(), SCALARS)
-        self.shard = AdamShard(
-            setup.spec,
-            setup.layout,
-            actor,
-            self.buffers,
-            page,
-            setup.config.optimizer,
-            setup.total_steps,
-            timeout_s=setup.config.debug.wait_timeout_s,
-        )
+        self.shard = make_shard(setup, actor, self.buffers, open_page(setup, self.buffers))
 
     def load_weights(self, model_dir: Path) -> None:
         load_weights(self.shard, self.setup, model_dir)
@@ -70,16 +61,27 @@ class OptimizerActor:
         return f"OptimizerActor({self.actor}, {os.getpid()})"
 
 
+def make_shard(setup: ActorSetup, actor: int, buffers: Mapping[str, SharedBuffer], page: CounterPage) -> AdamShard:
+    return AdamShard(
+        setup.spec,
+        setup.layout,
+        actor,
+        buffers,
+        page,
+        setup.config.optimizer,
+        setup.total_steps,
+        timeout_s=setup.config.debug.wait_timeout_s,
+    )
+
+
 def load_weights(shard: AdamShard, setup: ActorSetup, model_dir: Path) -> None:
     """Masters are made from the loaded weights, exactly; every actor reads its own slices."""
     with WeightFiles(model_dir) as files:
-        shard.fill(functools.partial(_from_files, files, setup.layout.precision))
 
+        def fill(block: BlockSpec, start: int, stop: int, hi: Tensor, lo: Tensor | None) -> None:
+            load_block_slice(files, block, start, stop, hi, lo, setup.layout.precision)
 
-def _from_files(
-    files: WeightFiles, precision: str, block: BlockSpec, start: int, stop: int, hi: Tensor, lo: Tensor | None
-) -> None:
-    load_block_slice(files, block, start, stop, hi, lo, precision)
+        shard.fill(fill)
 
 
 def draw_weights(shard: AdamShard, setup: ActorSetup) -> None:

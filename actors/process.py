@@ -6,11 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from slideformer_ray.actors.lanes import SCALARS
 from slideformer_ray.budget import RunLayout
 from slideformer_ray.config import RunConfig
+from slideformer_ray.memory.counters import CounterPage
 from slideformer_ray.memory.shared_buffer import BufferHandle, SharedBuffer
 from slideformer_ray.model.spec import ModelSpec
 
@@ -66,6 +69,10 @@ def prepare_process(threads: int) -> None:
 
 def attach_buffers(handles: Sequence[BufferHandle]) -> Mapping[str, SharedBuffer]:
     return {handle.name: SharedBuffer.attach(handle) for handle in handles}
+
+
+def open_page(setup: ActorSetup, buffers: Mapping[str, SharedBuffer]) -> CounterPage:
+    return CounterPage(buffers["control"].numpy(np.uint8), setup.layout.counter_names(), SCALARS)
 
 
 def private_memory(pid: int | str = "self") -> int:

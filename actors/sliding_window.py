@@ -251,9 +251,8 @@ class SlidingWindow:
                     np.pad(wanted, (0, padding), constant_values=IGNORED),
                 )
             to_device = lambda a: torch.from_numpy(a.astype(np.int64)).to(self.device)  # noqa: E731
-            if (
-                seq not in tables
-            ):  # rows are right-padded and start at position 0, so all rows of a length share one table
+            # Rows are right-padded and start at position 0, so all rows of a length share one table.
+            if seq not in tables:
                 tables[seq] = self._rotary(torch.arange(seq, device=self.device)[None])
             self._micro_batches.append(
                 _MicroBatch(
@@ -308,7 +307,7 @@ class SlidingWindow:
         """Rows of the embedding are looked up in host memory: only the micro-batch's rows travel, never the table."""
         batch = self._micro_batches[op.micro_batch]
         hidden = self.spec.hidden_size
-        table = self._embedding_table()
+        table = self.spec.embed.params[0].view(self.hi[self.spec.embed.index])
         turn = self._row_turn = (self._row_turn + 1) % NUM_ROW_BUFFERS
         if self._rows_sent[turn] is not None:
             self._rows_sent[turn].synchronize()  # its last load has left
@@ -316,12 +315,6 @@ class SlidingWindow:
         torch.index_select(table, 0, torch.from_numpy(batch.ids.astype(np.int64)), out=rows)
         self._fresh(op.slot)[: rows.numel()].copy_(rows.view(-1), non_blocking=True)
         self._rows_sent[turn] = self.streams[UPLOAD].record()
-
-    def _embedding_table(self) -> Tensor:
-        embedding = self.spec.embed.params[0]
-        return self.hi[self.spec.embed.index][embedding.offset : embedding.offset + embedding.numel].view(
-            embedding.shape
-        )
 
     def _upload_params(self, op: Op) -> None:
         slot = self.units[op.unit]
@@ -391,10 +384,8 @@ class SlidingWindow:
         unit = self.units[op.unit]
         unit.begin_use(("params", op.block))
         block, params = self._params(op)
-        if (
-            op.first and self._has_padding
-        ):  # what another layer, or another number of micro-batches, left between parameters
-            self._layer_sum.zero_()
+        if op.first and self._has_padding:
+            self._layer_sum.zero_()  # what another layer, or another number of micro-batches, left between parameters
         cell = self._cell(op.slot, batch)
         self._layers[block.template].backward(
             cell,
@@ -445,12 +436,13 @@ class SlidingWindow:
             ]
             normed = self._head.norm(rows, tuple(leaves))
         wanted = [leaf for leaf in (rows, *leaves) if leaf.requires_grad]
+        projection = self._projection_param
         loss, grad_normed = linear_cross_entropy(
             normed.detach(),
-            self._projection(self._vocab_unit),
+            projection.view(self._vocab_unit),
             batch.targets,
             gradient_scale=1.0 / self._inputs.num_supervised,  # the one place that divides
-            grad_weight_VH=self._projection(self._vocab_sum) if train and not self._projection_param.frozen else None,
+            grad_weight_VH=projection.view(self._vocab_sum) if train and not projection.frozen else None,
             need_grad_hidden=bool(wanted),
             budget_bytes=self.layout.logits_budget_bytes,
         )
@@ -472,23 +464,16 @@ class SlidingWindow:
         views = flat_views(self.spec.head, vocab[self._head_at :])
         return [views[key] for key in self._head.norm_keys]
 
-    def _projection(self, flat: Tensor) -> Tensor:
-        """The projection's weight (or its gradient) inside the vocabulary unit."""
-        weight = self._projection_param
-        return flat[weight.offset : weight.offset + weight.numel].view(weight.shape)
-
     def _finish_head(self, op: Op) -> None:
         self._finish_vocab(op.block, slice(self._head_at, self._head_at + self.spec.head.trainable_numel))
 
     def _embed_gradient(self, op: Op) -> None:
         batch = self._micro_batches[op.micro_batch]
         assert batch.device_ids is not None
-        if (
-            op.first and not self.spec.tied
-        ):  # tied: the projection's gradient is in there already, and belongs to the same weight
+        # Tied: the projection's gradient is in there already, and belongs to the same weight.
+        if op.first and not self.spec.tied:
             self._vocab_sum.zero_()
-        table = self.spec.embed.params[0]
-        total = self._vocab_sum[table.offset : table.offset + table.numel].view(table.shape)
+        total = self.spec.embed.params[0].view(self._vocab_sum)
         rows = self._cell(op.slot, batch).view(-1, self.spec.hidden_size).float()
         if self._padding_row is not None:  # as in transformers: looking up the padding token trains nothing
             rows = rows.masked_fill((batch.device_ids == self._padding_row)[:, None], 0.0)

@@ -6,7 +6,6 @@ Ray. Tested by tests/actors/test_state_files.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,20 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slideformer_ray.durable import fsync_path
+
 Piece = tuple[str, str, int]  # (state, parameter, first element)
 
 
 class StateError(ValueError):
     """A checkpoint's states are missing, torn, or of another model."""
-
-
-def fsync_path(path: Path) -> None:
-    """Make a file's contents (or a directory's entries) durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class StateWriter:

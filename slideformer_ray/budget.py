@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from slideformer_ray.config import GIB, ConfigError, RunConfig
 from slideformer_ray.machine import Machine
-from slideformer_ray.machine import physical_cores as physical_cores
 from slideformer_ray.memory.counters import CounterPage
 from slideformer_ray.memory.host_limits import gib, store_bytes
 from slideformer_ray.model.spec import ModelSpec, slice_of

@@ -21,8 +21,9 @@ import torch
 import transformers
 
 import slideformer_ray
-from slideformer_ray.actors.state_files import StateReader, fsync_path
+from slideformer_ray.actors.state_files import StateReader
 from slideformer_ray.config import GIB, ConfigError, RunConfig
+from slideformer_ray.durable import fsync_path
 from slideformer_ray.tiers import Tiers
 
 COMPLETE = "COMPLETE"
@@ -80,9 +81,8 @@ def save_checkpoint(tiers: Tiers, config: RunConfig, steps_done: int, applied_st
     for path in (temporary / "state", temporary):
         fsync_path(path)
     if final.exists():
-        (final / COMPLETE).unlink(
-            missing_ok=True
-        )  # first: a removal that is cut short must not leave a marked checkpoint
+        # First: a removal that is cut short must not leave a marked checkpoint.
+        (final / COMPLETE).unlink(missing_ok=True)
         shutil.rmtree(final)
     temporary.rename(final)
     _write_json(final / COMPLETE, {"steps_done": steps_done})

@@ -246,21 +246,12 @@ def _print_json(value: object) -> None:
 def _exit_codes(debug: bool) -> Iterator[None]:
     """One message and the right exit code for every way in which a command can end."""
     _quieten(debug)
-    terminated = False
-
-    def terminate(number: int, frame: object) -> NoReturn:
-        # The one exception that comes out of Ray's calls as it went in: SystemExit would lose its code there.
-        nonlocal terminated
-        terminated = True
-        _interrupt(number, frame)
-
     _stops.clear()
-    signal.signal(signal.SIGINT, _interrupt)
-    handler = signal.signal(signal.SIGTERM, terminate)
+    handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except KeyboardInterrupt:
-        if terminated:
+        if signal.SIGTERM in _stops:
             _fail("stopped by SIGTERM", TERMINATED, debug)
         _fail("stopped by Ctrl-C", INTERRUPTED, debug)
     except ValueError as error:  # ConfigError, DataError and their like: complete sentences
@@ -272,7 +263,8 @@ def _exit_codes(debug: bool) -> Iterator[None]:
             raise
         _fail(str(error), FAILED, debug)
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 # Signals that asked the command to stop.
@@ -281,6 +273,7 @@ _stops: list[int] = []
 
 def _interrupt(number: int, frame: object) -> NoReturn:
     _stops.append(number)
+    # The one exception that comes out of Ray's calls as it went in: SystemExit would lose its code there.
     raise KeyboardInterrupt
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeVar
 
 COMPUTE, UPLOAD, DOWNLOAD = "gpu.compute", "gpu.upload", "gpu.download"
@@ -157,9 +157,14 @@ class Op:
     writes: tuple[Access, ...] = ()
 
     def describe(self) -> str:
-        where = [f"block {self.block}"] if self.block >= 0 else []
-        where += [f"micro-batch {self.micro_batch}"] if self.micro_batch >= 0 else []
-        return " ".join([self.kind, *where])
+        return describe(self.kind, self.block, self.micro_batch)
+
+
+def describe(kind: str, block: int, micro_batch: int) -> str:
+    """An operation in words, for errors and traces; -1 stands for what it does not have."""
+    where = [f"block {block}"] if block >= 0 else []
+    where += [f"micro-batch {micro_batch}"] if micro_batch >= 0 else []
+    return " ".join([kind, *where])
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,11 @@ class StepPlan:
     @property
     def ops(self) -> list[Op]:
         return [op for lane in self.lanes.values() for op in lane.ops]
+
+    @cached_property
+    def awaited(self) -> frozenset[Wait]:
+        """Every (counter, value) that some operation waits for: a GPU lane records an event for these alone."""
+        return frozenset(wait for op in self.ops for wait in op.waits)
 
 
 def pick(ready: Sequence[Op], all_landed: bool) -> Op:
@@ -545,9 +555,8 @@ def build_step(shape: StepShape) -> StepPlan:
 
     def download(block: int, source: Hashable, slot: Hashable, **fields: Any) -> None:
         b.slot_of[block] = slot
-        if (
-            s.clip and block == lowest
-        ):  # the last gradient: before it travels, since the other updates wait for the norm alone
+        # Before the last gradient travels, since the other updates wait for the norm alone.
+        if s.clip and block == lowest:
             unit = fields.get("grad_unit", -1)
             writes = [(("norm",), "norm")]
             b.add("norm", DOWNLOAD, grad_unit=unit, reads=[source], writes=writes, signals=((NORM_READY, 1),))

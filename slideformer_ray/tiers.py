@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from slideformer_ray.actors.adam_shard import AdamShard, UpdateStepResult
-from slideformer_ray.actors.lanes import SCALARS, LaneError, StepInputs, counter_base
-from slideformer_ray.actors.process import ActorReport, ActorSetup
-from slideformer_ray.actors.sliding_window import GpuStepResult, SlidingWindow
+from slideformer_ray.actors.adam_shard import UpdateStepResult
+from slideformer_ray.actors.lanes import LaneError, StepInputs, counter_base
+from slideformer_ray.actors.process import ActorReport, ActorSetup, open_page
+from slideformer_ray.actors.sliding_window import GpuStepResult
 from slideformer_ray.budget import BATCH_ROWS, BytePlan
 from slideformer_ray.config import RunConfig
 from slideformer_ray.memory import pinning
@@ -69,9 +69,6 @@ class Tiers:
         self._written: dict[int, tuple[MicroBatch, ...]] = {}
         self.buffers: dict[str, SharedBuffer] = {}
         self.page: CounterPage
-
-    def _open_page(self) -> None:
-        self.page = CounterPage(self.buffers["control"].numpy(np.uint8), self.layout.counter_names(), SCALARS)
 
     # ------------------------------------------------------------------------------------------------------ steps
 
@@ -148,7 +145,7 @@ class Tiers:
         shape = param.shape
         if param.frozen:
             hi = self.buffers[f"hi.{block.index}"].tensor(self.layout.dtype)
-            return hi[param.offset : param.offset + param.numel].float().view(shape).clone()
+            return param.view(hi).float().clone()
         flat = np.zeros(int(np.prod(shape)), np.float32)
         for first, values in self.all_optimizers("master", name):
             flat[first : first + values.size] = values
@@ -159,12 +156,7 @@ class Tiers:
         for block in self.spec.blocks:
             for param in block.params:
                 if param.name == name:
-                    return (
-                        self._host_gradient(block.index)[param.offset : param.offset + param.numel]
-                        .float()
-                        .view(param.shape)
-                        .clone()
-                    )
+                    return param.view(self._host_gradient(block.index)).float().clone()
         raise KeyError(name)
 
     def _host_gradient(self, block: int) -> torch.Tensor:
@@ -233,43 +225,21 @@ class LocalTiers(Tiers):
     def __init__(
         self, config: RunConfig, hf_config: PretrainedConfig, spec: ModelSpec, plan: BytePlan, total_steps: int
     ):
-        from slideformer_ray.actors.optimizer_actor import draw_weights, load_weights
+        from slideformer_ray.actors.gpu_actor import make_window
+        from slideformer_ray.actors.optimizer_actor import draw_weights, load_weights, make_shard
         from slideformer_ray.actors.storage_actor import ModelFiles
 
         super().__init__(config, hf_config, spec, plan, total_steps)
         self.buffers = {name: SharedBuffer.private(name, size) for name, size in self.layout.buffers(spec).items()}
         self.registration = pinning.register([b.page_range for b in self.buffers.values()], device=self.layout.device)
-        self._open_page()
         setup = ActorSetup(config, hf_config, spec, self.layout, (), total_steps)
+        self.page = open_page(setup, self.buffers)
         try:
-            self.window = SlidingWindow(
-                spec,
-                hf_config,
-                self.layout,
-                self.buffers,
-                self.page,
-                torch.device(self.layout.device),
-                layers=config.placement.layers,
-                poison=config.debug.poison_freed_slots,
-                timeout_s=config.debug.wait_timeout_s,
-                max_grad_norm=config.optimizer.max_grad_norm,
-            )
+            self.window = make_window(setup, self.buffers, self.page)
         except BaseException:  # out of GPU memory, say: pinned memory must not be given back pinned
             self.registration.unregister()
             raise
-        self.shards = [
-            AdamShard(
-                spec,
-                self.layout,
-                k,
-                self.buffers,
-                self.page,
-                config.optimizer,
-                total_steps,
-                timeout_s=config.debug.wait_timeout_s,
-            )
-            for k in range(self.layout.num_optimizer_actors)
-        ]
+        self.shards = [make_shard(setup, k, self.buffers, self.page) for k in range(self.layout.num_optimizer_actors)]
         self.files = ModelFiles(setup, self.buffers)
         self._more: dict[str, Callable[..., Any]] = {
             "load_weights": lambda shard, path: load_weights(shard, setup, path),
@@ -302,9 +272,8 @@ class LocalTiers(Tiers):
         return [call.result() for call in calls]
 
     def close(self) -> None:
-        self.page.abort(
-            "the driver has ended the run"
-        )  # a step that was submitted in part would wait for its other half
+        # A step that was submitted in part would wait for its other half.
+        self.page.abort("the driver has ended the run")
         for queue in self._queues:
             queue.shutdown()
         self.window.close()
@@ -347,9 +316,9 @@ class RayTiers(Tiers):
         try:
             for name, size in layout.buffers(spec).items():
                 self.buffers[name] = SharedBuffer.create(name, size)
-            self._open_page()
             handles = tuple(b.handle() for b in self.buffers.values())
             setup = ActorSetup(config, hf_config, spec, layout, handles, total_steps)
+            self.page = open_page(setup, self.buffers)
             # All on this node: the buffers are its memory.
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             # To mypy the decorator leaves a class as it is.

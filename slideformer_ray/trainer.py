@@ -24,11 +24,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slideformer_ray.actors.lanes import StepInputs
 from slideformer_ray.actors.process import ActorReport
-from slideformer_ray.actors.state_files import fsync_path
 from slideformer_ray.budget import NUM_BATCH_BUFFERS, BytePlan, Machine, resolve
 from slideformer_ray.checkpoint import CheckpointDoesNotFit, check_checkpoint, load_checkpoint, save_checkpoint
 from slideformer_ray.config import ConfigError, RunConfig
 from slideformer_ray.data.batches import DataSet, StepBatch
+from slideformer_ray.durable import fsync_path
 from slideformer_ray.lr_schedule import check_schedule
 from slideformer_ray.model.layers import describe_model, load_hf_config
 from slideformer_ray.model.spec import ModelSpec

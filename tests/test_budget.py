@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from slideformer_ray.budget import GPU, PINNED, PRIVATE, DoesNotFit, physical_cores, resolve
+from slideformer_ray.budget import GPU, PINNED, PRIVATE, DoesNotFit, resolve
 from slideformer_ray.config import GIB, ConfigError, RunConfig
-from slideformer_ray.machine import Machine, disk_free, readable
+from slideformer_ray.machine import Machine, disk_free, physical_cores, readable
 from slideformer_ray.memory.host_limits import HostLimits
 from slideformer_ray.model.layers import describe_model
 from slideformer_ray.model.shapes import shape

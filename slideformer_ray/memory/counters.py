@@ -36,9 +36,8 @@ class WaitTimeout(RuntimeError):
     """A counter did not reach the wanted value before the deadline."""
 
     def __init__(self, name: str, wanted: int, found: int, what: str, seconds: float):
-        super().__init__(
-            name, wanted, found, what, seconds
-        )  # args, so that the error survives pickling across processes
+        # As args, so that the error survives pickling across processes.
+        super().__init__(name, wanted, found, what, seconds)
         self.name, self.wanted, self.found, self.what, self.seconds = name, wanted, found, what, seconds
 
     def __str__(self) -> str:

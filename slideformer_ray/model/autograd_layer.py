@@ -7,7 +7,7 @@ For families that nobody has written out by hand, and to compare with. Tested by
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,32 +18,6 @@ from slideformer_ray.model.recompute import RecomputedLayer, obstacle
 from slideformer_ray.model.spec import BlockSpec
 
 LayerChoice = Literal["auto", "recomputed", "compiled", "plain"]
-
-
-class Layer(Protocol):
-    """Layers of one kind as functions of their parameters; holds no tensors.
-
-    See `RecomputedLayer` for shapes and aliasing.
-    """
-
-    def views(self, block: BlockSpec, flat: Tensor) -> tuple[Tensor | None, ...]: ...
-
-    def forward(
-        self, x_BSH: Tensor, cos: Tensor, sin: Tensor, params: Sequence[Tensor], *, out: Tensor | None = None
-    ) -> Tensor: ...
-
-    def backward(
-        self,
-        x_BSH: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        params: Sequence[Tensor],
-        grad_out: Tensor,
-        *,
-        grads: Sequence[Tensor | None] | None = None,
-        accumulate: bool = False,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor | None]]: ...
 
 
 class AutogradLayer:
@@ -92,6 +66,10 @@ class AutogradLayer:
         if into:
             (torch._foreach_add_ if accumulate else torch._foreach_copy_)(into, found)
         return grad_x if out is None else out.copy_(grad_x), places
+
+
+# Layers of one kind as functions of their parameters; neither holds tensors. `RecomputedLayer` says what may alias.
+Layer = RecomputedLayer | AutogradLayer
 
 
 def make_layer(template: LayerTemplate, blocks: Sequence[BlockSpec], choice: LayerChoice) -> tuple[Layer, str]:

@@ -147,11 +147,7 @@ def flat_views(block: BlockSpec, flat: Tensor) -> dict[str, Tensor]:
     flat: 1-D, of any dtype and device. One shorter than the block (a gradient buffer has `trainable_numel` elements)
     yields the parameters that lie within it; a longer one (a cache unit sized for the largest layer) is fine.
     """
-    return {
-        p.name: flat[p.offset : p.offset + p.numel].view(p.shape)
-        for p in block.params
-        if p.offset + p.numel <= flat.numel()
-    }
+    return {p.name: p.view(flat) for p in block.params if p.offset + p.numel <= flat.numel()}
 
 
 def padding_row(hf_config: PretrainedConfig) -> int | None:

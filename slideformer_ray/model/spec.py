@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 # 128 elements are 256 bytes of bf16: a parameter's view is then aligned for every vector width and for the GPU's copy
 # engines, and so is every optimizer actor's slice.
@@ -32,6 +33,10 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def view(self, flat: Any) -> Any:
+        """The parameter, in its shape, inside a 1-D tensor that begins where its block does."""
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from slideformer_ray.durable import fsync_path
 from slideformer_ray.kernels.layer_adam import split_master
 from slideformer_ray.model.families import FAMILIES
 from slideformer_ray.model.spec import BlockSpec, ModelSpec, ParamSpec
@@ -355,7 +356,7 @@ def save_model(
         for name in _COPIED_FILES:
             if (source_dir / name).exists():
                 _copy_durably(source_dir / name, out_dir / name)
-    _sync_directory(out_dir)
+    fsync_path(out_dir)
 
 
 def _split_into_shards(params: list[ParamSpec], shard_bytes: int, itemsize: int) -> list[list[ParamSpec]]:
@@ -420,11 +421,3 @@ def _copy_durably(source: Path, target: Path) -> None:
         shutil.copyfileobj(read, write)
         write.flush()
         os.fsync(write.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

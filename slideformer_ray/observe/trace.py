@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slideformer_ray.schedule import GPU_LANES, Op, StepPlan
+from slideformer_ray.schedule import GPU_LANES, Op, StepPlan, describe
 from slideformer_ray.simulator import PlannedOp, PlanOrder, Run, Timeline
 
 
@@ -34,9 +34,7 @@ class Span:
 
     @property
     def name(self) -> str:
-        where = [f"block {self.block}"] if self.block >= 0 else []
-        where += [f"micro-batch {self.micro_batch}"] if self.micro_batch >= 0 else []
-        return " ".join([self.kind, *where])
+        return describe(self.kind, self.block, self.micro_batch)
 
 
 def write_chrome_trace(path: Path, spans: Iterable[Span]) -> None:
