@@ -247,7 +247,9 @@ def _exit_codes(debug: bool) -> Iterator[None]:
     """One message and the right exit code for every way in which a command can end."""
     _quieten(debug)
     _stops.clear()
-    handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    # A shell's background job has Ctrl-C ignored, and stays so.
+    heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, _interrupt) for number in heard}
     try:
         yield
     except KeyboardInterrupt:

@@ -329,10 +329,17 @@ def test_quickstart_replaces_an_earlier_one(tmp_path, monkeypatch):
 
 def start(*arguments):
     """The command as a user starts it from a terminal: with a process group of its own."""
-    command = [sys.executable, "-m", "slideformer_ray", *map(str, arguments)]
+    # A shell's background job, tests in it included, starts with SIGINT ignored; a command at a terminal does not.
+    reset = "import signal, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", reset + "runpy.run_module('slideformer_ray', run_name='__main__')"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*command, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 

@@ -70,8 +70,12 @@ def test_no_process_grows_in_100_steps():
     shapes PyTorch's CPU kernels (oneDNN) keep a compiled primitive for each, up to 1,024 of them."""
     memory = ray_run().memory
     assert len(memory[SETTLED_STEP]) == 5
-    peak = {name: max(of_step[name] for of_step in memory.values()) for name in memory[SETTLED_STEP]}
-    growth = {name: peak[name] - memory[SETTLED_STEP][name] for name in peak}
+    # What is kept: the lowest of the last samples. glibc holds freed memory for a while, which came and went by 2 to 4
+    # MiB in some runs; what a step leaves behind stays in every sample after it.
+    last = [of_step for step, of_step in memory.items() if step >= NUM_STEPS // 2]
+    assert len(last) >= 5
+    kept = {name: min(of_step[name] for of_step in last) for name in memory[SETTLED_STEP]}
+    growth = {name: kept[name] - memory[SETTLED_STEP][name] for name in kept}
     assert max(growth.values()) < ALLOWED_GROWTH, growth
 
 
