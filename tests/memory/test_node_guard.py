@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slideformer_ray.memory import node_guard
-from slideformer_ray.memory.node_guard import NodeGuard, processes_of
+from slideformer_ray.memory.node_guard import NodeGuard, NodeProcesses
 
 ROOT = Path(__file__).resolve().parents[2]
 RAYLET = 10**7  # no process has this number: it is beyond the kernel's largest
@@ -34,7 +34,7 @@ def start():
         environment = {**os.environ, "RAY_RAYLET_PID": str(raylet_pid)}
         started.append(subprocess.Popen(["sleep", "60"], env=environment))
         deadline = time.monotonic() + 5
-        while started[-1].pid not in processes_of(raylet_pid):  # it is another program until exec
+        while started[-1].pid not in NodeProcesses(raylet_pid).left():  # it is another program until exec
             assert time.monotonic() < deadline
             time.sleep(0.01)
         return started[-1]
@@ -77,6 +77,18 @@ def test_closing_ends_what_ray_left_behind(start):
     guard = NodeGuard(RAYLET)
     guard.close()
     assert agent.wait(timeout=1) == -signal.SIGKILL
+
+
+def test_a_child_without_the_mark_is_known_by_its_parent():
+    """Ray's agents overwrite their environment by a process title. They stay the raylet's, even after its end."""
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE) as raylet:
+        agent = int(raylet.stdout.readline())
+        guard = NodeGuard(raylet.pid)
+        time.sleep(1.0)  # it is up, and has looked once
+        raylet.kill()
+    assert Path(f"/proc/{agent}").exists()
+    guard.close()
+    assert not Path(f"/proc/{agent}/cmdline").exists() or not Path(f"/proc/{agent}/cmdline").read_bytes()
 
 
 def test_it_imports_nothing_of_ours():

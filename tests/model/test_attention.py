@@ -47,15 +47,19 @@ def who_sees_whom(seq, window=None, cu_seqlens=None, device="cpu"):
 
 
 def assert_equals_eager(function, inputs, visible, tolerance=None):
-    """The output and the gradient of each input."""
+    """The output and the gradient of each input.
+
+    A gradient that is zero, as a lone token's of q and k, is a difference of equal products: some CPUs round them apart.
+    """
     found, truth = function(*inputs), eager(*inputs, visible)
     assert found.shape == truth.shape
     gradient = torch.randn(truth.shape, generator=torch.Generator().manual_seed(3)).to(found)
+    rounding = torch.finfo(gradient.dtype).eps * gradient.double().norm().item()
     found = [found, *torch.autograd.grad(found, inputs, gradient)]
     truth = [truth, *torch.autograd.grad(truth, inputs, gradient.double())]
     for name, f, t in zip(("out", "grad_q", "grad_k", "grad_v"), found, truth, strict=True):
         error, size = (f.double() - t.double()).norm().item(), t.double().norm().item()
-        assert error <= (tolerance or TOLERANCE[f.dtype]) * size + 1e-9, f"{name}: {error} of {size}"
+        assert error <= (tolerance or TOLERANCE[f.dtype]) * size + rounding, f"{name}: {error} of {size}"
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["own-heads", "grouped", "one-kv-head"])
