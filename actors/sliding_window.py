@@ -523,7 +523,7 @@ class SlidingWindow:
             if not math.isfinite(float(check)):
                 raise NonFiniteGradient(
                     f"the gradient of {block.name} holds NaN or infinity. It was not applied, but what landed before "
-                    "it in this step may have been: resume from the last checkpoint. Lower optimizer.learning_rate, "
+                    "it in this step may have been: do not go on from these masters. Lower optimizer.learning_rate, "
                     "set optimizer.max_grad_norm (such a step is then skipped whole), or check the data of this step"
                 )
 

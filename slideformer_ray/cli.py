@@ -125,7 +125,7 @@ def plan(
             byte_plan = resolve(config, spec, hf_config.intermediate_size, machine)
         except DoesNotFit as error:
             byte_plan, shortfalls = error.plan, error.shortfalls
-        notes = plan_notes(config)
+        notes = plan_notes(config, hf_config)
         if as_json:
             _print_json(plan_record(config, spec, machine, byte_plan, shortfalls, notes))
         else:

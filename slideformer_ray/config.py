@@ -246,15 +246,19 @@ class RunConfig(Section):
         values = self.model_dump(exclude_unset=True)
         for item in overrides:
             _apply_override(values, item)
-        return self.from_dict(values)
+        return self.from_dict(values, overrides=overrides)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], where: str = "config") -> RunConfig:
-        """Raises ConfigError with one line a mistake; a wrong key names the nearest right one."""
+    def from_dict(cls, values: dict[str, Any], where: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
+        """Raises ConfigError with one line a mistake; a wrong key names the nearest right one.
+
+        where, overrides: what the values came from, for the message: one of the overrides, or else `where`.
+        """
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError("\n".join(f"{where}: {_one_line(e, cls)}" for e in error.errors())) from None
+            lines = [f"{_origin(e, overrides) or where}: {_one_line(e, cls)}" for e in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
 
     @classmethod
     def load(cls, path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -277,7 +281,7 @@ class RunConfig(Section):
         _anchor_paths(values, path.resolve().parent)
         for item in overrides:
             _apply_override(values, item)
-        return cls.from_dict(values, where=str(path))
+        return cls.from_dict(values, where=str(path), overrides=overrides)
 
 
 _SECTIONS = {name for name in RunConfig.model_fields if name != "run_dir"}
@@ -346,6 +350,12 @@ def _problem(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return " ".join(str(error).split())
+
+
+def _origin(error: Any, overrides: Sequence[str]) -> str | None:
+    """The last override that set the field that a mistake is in, or None."""
+    loc = ".".join(str(part) for part in error["loc"]) + "."
+    return next((f"override {o!r}" for o in reversed(overrides) if loc.startswith(o.partition("=")[0] + ".")), None)
 
 
 def _one_line(error: Any, model: type[BaseModel]) -> str:

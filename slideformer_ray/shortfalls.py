@@ -99,6 +99,10 @@ def _host_mend(draft: Draft, plan: BytePlan) -> str:
         mends.append("set optimizer.max_grad_norm to null, which needs no slot for every layer's gradient")
     if config.placement.gradient_slots and fits(draft.changed("placement", gradient_slots=None)):
         mends.append("leave placement.gradient_slots out, and as many are taken as fit")
+    actors = config.placement.num_optimizer_actors or 1
+    fewer = _largest(actors - 1, lambda n: fits(draft.changed("placement", num_optimizer_actors=n)))
+    if fewer:
+        mends.append(f"lower placement.num_optimizer_actors from {actors} to {fewer}")
     if plan.layout.num_host_cells:
         rows = _largest(config.training.rows_per_step - 1, lambda n: fits(_with_rows_per_step(draft, n)))
         if rows:

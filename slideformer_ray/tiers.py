@@ -358,6 +358,8 @@ class RayTiers(Tiers):
         waiting = list(calls)
         errors: list[BaseException] = []
         while waiting and not errors:
+            if lost := self.node.lost():
+                raise TierError(f"{lost} {self._where(inputs)}")
             done, waiting = ray.wait(waiting, num_returns=1, timeout=1.0)
             errors += [error for error in map(self._error_of, done) if error is not None]
             if signals != (signals := self.page.signals):  # some lane moves on
@@ -374,9 +376,7 @@ class RayTiers(Tiers):
         if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" in str(error):
             raise TierError(f"{self._name_of_dead()} could not start: {_last_line(error)}") from error
         if isinstance(error, ray.exceptions.RayActorError):
-            raise TierError(
-                f"{self._name_of_dead()} died {self._where(inputs)}; resume from the last checkpoint"
-            ) from error
+            raise TierError(f"{self._name_of_dead()} died {self._where(inputs)}") from error
         self._raise(error, inputs)
 
     def _error_of(self, call: Any) -> Exception | None:

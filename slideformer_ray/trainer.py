@@ -16,7 +16,8 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from slideformer_ray.model.weights import WeightFiles
 from slideformer_ray.observe.memory import anonymous_bytes, process_tree
 from slideformer_ray.observe.metrics import Callback, EvalMetrics, MetricsFile, StepMetrics, to_json
 from slideformer_ray.shortfalls import check_disk
-from slideformer_ray.tiers import LocalTiers, PendingStep, RayTiers, StepReport, Tiers
+from slideformer_ray.tiers import LocalTiers, PendingStep, RayTiers, StepReport, TierError, Tiers
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Trainer:
         self.config, self.local = config, local
         self.machine = machine or Machine.read(config.placement.device)
         self.hf_config = load_hf_config(config.model.path)
-        with_weights = not config.model.random_init
+        with_weights = bool(config.checkpoint.resume) or not config.model.random_init
         self.spec = describe_model(self.hf_config, config.model.frozen)
         if config.checkpoint.save_final:
             check_final_model_dir(config)
@@ -123,6 +124,7 @@ class Trainer:
     def _begin(self) -> None:
         """What one run counts; `train` may be called again, and starts anew."""
         self._next_batch: StepBatch | None = None  # of the step after the last one submitted
+        self._last_checkpoint = self.config.checkpoint.resume  # complete, to the best of this run's knowledge
         self._train_steps = 0  # submitted in this process: where the shared counters stand
         self._peak_host_bytes, self._memory_read_at = 0, 0.0
         self._peak_gpu_bytes = 0
@@ -147,9 +149,11 @@ class Trainer:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
         started = time.perf_counter()
-        with (LocalTiers if self.local else RayTiers)(
-            config, self.hf_config, self.spec, self.plan, self.data.num_steps
-        ) as tiers:
+        make_tiers = LocalTiers if self.local else RayTiers
+        with (
+            self._way_back_named(),
+            make_tiers(config, self.hf_config, self.spec, self.plan, self.data.num_steps) as tiers,
+        ):
             self.actor_reports = tiers.reports()
             first = self._load(tiers)
             for callback in self.callbacks:
@@ -183,6 +187,19 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_end(summary)
         return summary
+
+    @contextmanager
+    def _way_back_named(self) -> Iterator[None]:
+        """An error that ends the run says what to continue from."""
+        try:
+            yield
+        except TierError as error:
+            way = (
+                f"continue from checkpoint.resume={self._last_checkpoint}"
+                if self._last_checkpoint
+                else "there is no checkpoint to continue from (checkpoint.save_every)"
+            )
+            raise TierError(f"{error}; {way}") from error
 
     def _load(self, tiers: Tiers) -> int:
         """Weights and states; returns the number of steps done before."""
@@ -221,7 +238,7 @@ class Trainer:
     def _save(self, tiers: Tiers, done: int) -> None:
         """A disk that has filled up costs the checkpoint, not the run."""
         try:
-            save_checkpoint(tiers, self.config, done, self._applied_steps, len(self.data.train))
+            self._last_checkpoint = save_checkpoint(tiers, self.config, done, self._applied_steps, len(self.data.train))
         except CheckpointDoesNotFit as error:
             log.warning("no checkpoint of step %d: %s", done, error)
 

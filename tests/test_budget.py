@@ -229,6 +229,15 @@ def test_a_refusal_names_the_shortfall_and_brings_the_bytes(qwen_7b):
     assert "no setting mends that" in line
 
 
+def test_fewer_optimizer_actors_are_offered_where_their_processes_are_too_much(qwen_7b):
+    """Each is a process of its own; the number that is offered fits."""
+    host = machine(ram_gib=150, shm_gib=150)
+    (line,) = refusal_of(qwen_7b, host, placement={"num_optimizer_actors": 500}).shortfalls
+    offered = int(re.search(r"lower placement.num_optimizer_actors from 500 to (\d+)", line)[1])
+    assert 1 <= offered < 500
+    plan_of(qwen_7b, host, placement={"num_optimizer_actors": offered})
+
+
 def test_every_tier_that_is_too_small_is_named_at_once(qwen_7b):
     """GPU, RAM and /dev/shm, each with its own line, so that a user need not find them one by one."""
     error = refusal_of(qwen_7b, machine(gpu_gib=8, ram_gib=64, shm_gib=16))

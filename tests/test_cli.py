@@ -89,8 +89,11 @@ def test_help_needs_neither_torch_nor_ray():
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("optimizer.learning_rat=1", r"run.yaml: optimizer.learning_rat: unknown key; did you mean learning_rate\?"),
-        ("training.steps=none", r"run.yaml: training.steps: input should be a valid integer"),
+        (
+            "optimizer.learning_rat=1",
+            r"override 'optimizer.learning_rat=1': optimizer.learning_rat: unknown key; did you mean learning_rate\?",
+        ),
+        ("training.steps=none", r"override 'training.steps=none': training.steps: input should be a valid integer"),
         ("training.steps", r"override 'training.steps': expected section.key=value"),
         ("data.train=none.jsonl", r"none.jsonl: cannot be read: No such file"),
         ("optimizer.warmup_steps=5", r"optimizer.warmup_steps is 5, but the run has 4 optimizer steps"),

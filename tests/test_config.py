@@ -212,6 +212,18 @@ def test_a_malformed_override_is_quoted(config_file, override, message):
     assert str(caught.value).startswith(message)
 
 
+def test_an_override_with_a_wrong_value_is_blamed_and_not_the_file(config_file):
+    """The file is blamed for its own mistakes."""
+    with pytest.raises(ConfigError, match=r"^override 'optimizer.eps=-1': optimizer.eps: .*\(found -1\)$"):
+        RunConfig.load(config_file, ["optimizer.eps=1e-8", "optimizer.eps=-1"])
+    with pytest.raises(ConfigError, match=r"^override 'optimizer.epsilon=1': optimizer.epsilon: unknown key; .*eps"):
+        RunConfig.load(config_file, ["optimizer.epsilon=1"])
+    with config_file.open("a") as file:
+        file.write("\nbudget: {ram_gib: -3}\n")
+    with pytest.raises(ConfigError, match=rf"^{config_file}: budget.ram_gib"):
+        RunConfig.load(config_file, ["optimizer.eps=1e-8"])
+
+
 def test_a_config_made_in_python_takes_overrides_too():
     """As the command does with the quickstart's."""
     config = RunConfig.from_dict(MINIMAL).changed(["training.steps=7", "debug.ray_output=true"])

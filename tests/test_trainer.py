@@ -186,14 +186,13 @@ def test_a_run_that_diverges_stops_with_advice(tmp_path):
 
 
 def test_without_a_norm_the_first_bad_gradient_stops_the_run(tmp_path):
-    """Nothing could skip the step, so no master may see it. The block is named."""
-    with pytest.raises(TierError, match=r"step 1: .*the gradient of [\w.]+ holds NaN or infinity"):
-        train(
-            tmp_path,
-            optimizer__learning_rate=1e30,
-            optimizer__warmup_steps=0,
-            optimizer__max_grad_norm=None,
-        )
+    """Nothing could skip the step, so no master may see it. The block is named, and what to continue from."""
+    bad = {"optimizer__learning_rate": 1e30, "optimizer__warmup_steps": 0, "optimizer__max_grad_norm": None}
+    message = r"step 1: .*the gradient of [\w.]+ holds NaN or infinity.*; "
+    with pytest.raises(TierError, match=message + "there is no checkpoint to continue from"):
+        train(tmp_path, **bad)
+    with pytest.raises(TierError, match=message + r"continue from checkpoint.resume=\S*/run/checkpoints/step-1$"):
+        train(tmp_path, **bad, checkpoint__save_every=1)
 
 
 def test_a_trainer_starts_nothing(tmp_path, monkeypatch):

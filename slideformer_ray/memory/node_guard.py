@@ -2,8 +2,9 @@
 
 Ray's processes notice a killed driver by themselves, but two of its agents then try for 60 s to report to a server that
 died too (Ray 2.60), and an actor inside a long call notices late. So a small process waits for the end of a pipe that
-only the driver holds, and kills what belonged to the node. It is this very file, run by a bare interpreter: 10 MB, no
-import of ours. Touches processes of that node alone. Tested by tests/memory/test_node_guard.py.
+only the driver holds, and kills what belonged to the node. And when it is the raylet that dies, Ray ends the driver
+within the second, without a word: the guard is then the one to say why. It is this very file, run by a bare
+interpreter: 10 MB, no import of ours. Touches processes of that node alone. Tested by tests/memory/test_node_guard.py.
 """
 
 import os
@@ -19,16 +20,30 @@ _GRACE_SECONDS = 2.0
 # How often the raylet's children are noted: 2 ms a time on a machine with 66 processes. Agents are there before the
 # guard is, and take longer than this to get to their process title.
 _WATCH_SECONDS = 1.0
+_EXPECTED = b"."
 
 
 class NodeGuard:
-    """Guards the node of this raylet from now on until `close`, which ends the guard and, after the grace, the rest."""
+    """Guards the node of this raylet from now on until `close`, which ends the guard and, after the grace, the rest.
 
-    def __init__(self, raylet_pid: int):
+    `expect_end` comes before the driver itself ends the raylet: from then on its end is no news.
+    """
+
+    def __init__(self, raylet_pid: int, logs_dir: str):
         # A session of its own: Ctrl-C is for the driver.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(raylet_pid)], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-I", "-S", __file__, str(raylet_pid), logs_dir],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
+
+    def expect_end(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(_EXPECTED)
+            self._process.stdin.flush()
+        except BrokenPipeError:  # somebody killed the guard
+            pass
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -82,11 +97,30 @@ def _parent_and_start(directory: pathlib.Path) -> tuple[int, int] | None:
     return None if fields[0] in "ZX" else (int(fields[1]), int(fields[19]))
 
 
-def _guard(raylet_pid: int) -> None:
-    node = NodeProcesses(raylet_pid)
-    node.watch()
-    while not select.select([sys.stdin], [], [], _WATCH_SECONDS)[0]:  # until the driver closes its end, or dies
+def _wait_for_the_driver(node: NodeProcesses, raylet_pid: int, logs_dir: str) -> None:
+    """Until it closes its end of the pipe, or dies. Watches the node meanwhile, and says it when the raylet is lost."""
+    try:
+        raylet = [os.pidfd_open(raylet_pid)]
+    except OSError:  # it has ended already, or the kernel is older than 5.3
+        raylet = []
+    while True:
         node.watch()
+        readable = select.select([sys.stdin.fileno(), *raylet], [], [], _WATCH_SECONDS)[0]
+        if sys.stdin.fileno() in readable:
+            if not os.read(sys.stdin.fileno(), 1):
+                return
+            raylet = []
+        elif readable:
+            sys.stderr.write(
+                f"slideformer-ray: Ray's raylet (process {raylet_pid}) was killed or has crashed, which ends this run; "
+                f"what it said last: {logs_dir}/raylet.err\n"
+            )
+            raylet = []
+
+
+def _guard(raylet_pid: int, logs_dir: str) -> None:
+    node = NodeProcesses(raylet_pid)
+    _wait_for_the_driver(node, raylet_pid, logs_dir)
     grace_ends = time.monotonic() + _GRACE_SECONDS
     while left := node.left():
         if time.monotonic() > grace_ends:
@@ -101,4 +135,4 @@ def _guard(raylet_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    _guard(int(sys.argv[1]))
+    _guard(int(sys.argv[1]), sys.argv[2])

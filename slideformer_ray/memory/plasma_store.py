@@ -65,6 +65,8 @@ SYSTEM_CONFIG = {
 _LARGEST_CAPACITY_THRESHOLD = 0.0001
 
 _CONNECT_TIMEOUT_S = 5
+# Without one of these no actor can be reached.
+_SERVERS = (ray._private.ray_constants.PROCESS_TYPE_RAYLET, ray._private.ray_constants.PROCESS_TYPE_GCS_SERVER)
 
 
 @dataclasses.dataclass
@@ -84,8 +86,24 @@ class RayNode:
         stats = read_store_stats()
         return stats.spilled_bytes + stats.fallback_bytes
 
+    def lost(self) -> str | None:
+        """Which of the node's servers has ended, or None. Ray itself says so after a minute, or ends this process.
+
+        Of a node that was started here: a given cluster's servers are not this process's children.
+        """
+        if not self.started_here:
+            return None
+        node: Any = ray._private.worker._global_node
+        for kind in _SERVERS:
+            for info in node.all_processes.get(kind, ()):
+                if info.process.poll() is not None:
+                    return f"Ray's {kind} (process {info.process.pid}) has ended"
+        return None
+
     def shutdown(self) -> None:
         """End the node, or leave the given cluster. A view that this process still holds keeps its memory."""
+        if self._guard is not None:
+            self._guard.expect_end()
         ray.shutdown()
         if self._guard is not None:
             self._guard.close()
@@ -111,9 +129,14 @@ def start_local_node(
         log_to_driver: print the actors' output here.
     Raises:
         StoreTooSmall: the store does not fit /dev/shm or memory. (Ray would put one below 10 GB into /tmp, on a disk.)
-        ValueError: Ray already runs in this process.
+        ValueError: Ray already runs in this process, or its Dashboard is wanted and not installed.
     """
     _refuse_second_connection()
+    if include_dashboard and (missing := ray._private.utils.get_dashboard_dependency_error()):
+        raise ValueError(
+            f"placement.include_dashboard is true, but Ray's Dashboard is not installed ({missing}). "
+            "Fix: pip install 'slideformer_ray[dashboard]'"
+        )
     check_store_fits(store_bytes, 0, read_host_limits())
     # A new local cluster otherwise makes itself a token in the user's home. A mode that the user chose stays.
     auth_mode_before = os.environ.get("RAY_AUTH_MODE")
@@ -137,7 +160,10 @@ def start_local_node(
         ray.shutdown()
         _restore_auth_mode(auth_mode_before)
         raise
-    return RayNode(ray.get_runtime_context().gcs_address, True, auth_mode_before, NodeGuard(_raylet_pid()))
+    node: Any = ray._private.worker._global_node
+    raylet = node.all_processes[ray._private.ray_constants.PROCESS_TYPE_RAYLET][0].process
+    guard = NodeGuard(raylet.pid, node.get_logs_dir_path())
+    return RayNode(ray.get_runtime_context().gcs_address, True, auth_mode_before, guard)
 
 
 def join_cluster(
@@ -238,12 +264,6 @@ def read_store_stats() -> StoreStats:
         spilled_bytes=stats.spilled_bytes_total,
         fallback_bytes=stats.object_store_bytes_fallback,
     )
-
-
-def _raylet_pid() -> int:
-    """Of the node that this process started."""
-    node: Any = ray._private.worker._global_node
-    return node.all_processes[ray._private.ray_constants.PROCESS_TYPE_RAYLET][0].process.pid
 
 
 def _this_node() -> dict:

@@ -296,8 +296,12 @@ class _Tape:
                 torch.addmm(place, a_MT, b_TN, out_dtype=torch.float32, out=place)
             else:
                 torch.mm(a_MT, b_TN, out_dtype=torch.float32, out=place)
-        else:
+        elif a_TM.is_cuda:
+            # ROCm has no product of 16-bit operands with an fp32 result, and its fp32 one is several times slower: each
+            # micro-batch's gradient is rounded once.
             self.put(index, torch.mm(a_MT, b_TN))
+        else:
+            self.put(index, torch.mm(a_MT.float(), b_TN.float()))
 
 
 class _Projection:

@@ -19,6 +19,8 @@ from slideformer_ray.model.spec import ModelSpec, ParamSpec
 from slideformer_ray.shortfalls import host_ceilings
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from slideformer_ray.actors.process import ActorReport
     from slideformer_ray.trainer import Summary, Trainer
     from slideformer_ray.verify import VerifyReport
@@ -144,13 +146,25 @@ def plan_record(
     }
 
 
-def plan_notes(config: RunConfig) -> list[str]:
-    """Settings without effect, and data files and weights that are not there: a plan does not need them, a run will."""
+def plan_notes(config: RunConfig, hf_config: PretrainedConfig) -> list[str]:
+    """A run's notes, and data files and weights that are not there: a plan does not need them, a run will."""
     data_files = (*config.data.train, *config.data.eval)
     found = [f"{path} is not there; the plan does not count its rows" for path in data_files if not path.exists()]
     if not config.model.random_init and not any(Path(config.model.path).glob("*.safetensors")):
         found.append(f"{config.model.path} holds no *.safetensors; the plan needs none, a run does")
-    return [*config.settings_without_effect(), *found]
+    return [*run_notes(config, hf_config), *found]
+
+
+def run_notes(config: RunConfig, hf_config: PretrainedConfig) -> list[str]:
+    """Settings without effect, and rows longer than the model was made for."""
+    longest = getattr(hf_config, "max_position_embeddings", None)
+    beyond = []
+    if longest is not None and config.data.seq_len > longest:
+        beyond = [
+            f"data.seq_len is {config.data.seq_len}, the model's max_position_embeddings {longest}: a longer row has "
+            "positions that the model never saw"
+        ]
+    return [*config.settings_without_effect(), *beyond]
 
 
 # ------------------------------------------------------------------------------------------------------------ the start
@@ -177,7 +191,7 @@ def start_lines(trainer: Trainer) -> list[str]:
     if frozen:
         lines.append(field("frozen", _tensors(frozen)))
     lines += [field("memory", _memory(trainer)), *_counts(config, plan)]
-    lines += [field("note", line) for line in config.settings_without_effect()]
+    lines += [field("note", line) for line in run_notes(config, trainer.hf_config)]
     if trainer.resumed:
         lines.append(field("resumed", f"{config.checkpoint.resume}, {trainer.resumed['steps_done']} steps done"))
     return lines

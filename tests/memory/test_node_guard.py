@@ -19,7 +19,7 @@ DRIVER = f"""
 import signal, time
 from slideformer_ray.memory.node_guard import NodeGuard
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job, tests in it included, starts with it ignored
-guard = NodeGuard({RAYLET})
+guard = NodeGuard({RAYLET}, "/logs")
 print(guard._process.pid, flush=True)
 time.sleep(60)
 """
@@ -66,7 +66,7 @@ def test_what_is_left_ends_with_the_driver(start, ending):
 
 def test_closing_is_quick_when_nothing_is_left():
     """The usual end of a run: Ray has ended its processes, so there is no grace to wait for."""
-    guard = NodeGuard(RAYLET)
+    guard = NodeGuard(RAYLET, "/logs")
     started = time.monotonic()
     guard.close()
     assert time.monotonic() - started < 2 and guard._process.returncode == 0
@@ -74,7 +74,7 @@ def test_closing_is_quick_when_nothing_is_left():
 
 def test_closing_ends_what_ray_left_behind(start):
     agent = start(RAYLET)
-    guard = NodeGuard(RAYLET)
+    guard = NodeGuard(RAYLET, "/logs")
     guard.close()
     assert agent.wait(timeout=1) == -signal.SIGKILL
 
@@ -83,7 +83,7 @@ def test_a_child_without_the_mark_is_known_by_its_parent():
     """Ray's agents overwrite their environment by a process title. They stay the raylet's, even after its end."""
     with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE) as raylet:
         agent = int(raylet.stdout.readline())
-        guard = NodeGuard(raylet.pid)
+        guard = NodeGuard(raylet.pid, "/logs")
         time.sleep(1.0)  # it is up, and has looked once
         raylet.kill()
     assert Path(f"/proc/{agent}").exists()
@@ -91,9 +91,27 @@ def test_a_child_without_the_mark_is_known_by_its_parent():
     assert not Path(f"/proc/{agent}/cmdline").exists() or not Path(f"/proc/{agent}/cmdline").read_bytes()
 
 
+@pytest.mark.parametrize("expected", [False, True])
+def test_a_raylet_that_dies_first_is_named(capfd, expected):
+    """Ray ends the driver then without a word; but a raylet that the driver itself ends is no news."""
+    with subprocess.Popen(["sleep", "60"]) as raylet:
+        guard = NodeGuard(raylet.pid, "/logs")
+        time.sleep(1.0)
+        if expected:
+            guard.expect_end()
+            time.sleep(0.5)
+        raylet.kill()
+    time.sleep(0.5)
+    guard.close()
+    said = capfd.readouterr().err
+    assert (
+        f"raylet (process {raylet.pid}) was killed or has crashed" in said and "/logs/raylet.err" in said
+    ) != expected
+
+
 def test_it_imports_nothing_of_ours():
     """It runs for as long as the driver does, so it must be small: a bare interpreter and this file."""
-    guard = NodeGuard(RAYLET)
+    guard = NodeGuard(RAYLET, "/logs")
     time.sleep(0.5)
     statm = Path(f"/proc/{guard._process.pid}/statm").read_text().split()
     guard.close()

@@ -49,7 +49,8 @@ def who_sees_whom(seq, window=None, cu_seqlens=None, device="cpu"):
 def assert_equals_eager(function, inputs, visible, tolerance=None):
     """The output and the gradient of each input.
 
-    A gradient that is zero, as a lone token's of q and k, is a difference of equal products: some CPUs round them apart.
+    A gradient that is zero, as a lone token's of q and k, is a difference of equal products, which some CPUs round
+    apart.
     """
     found, truth = function(*inputs), eager(*inputs, visible)
     assert found.shape == truth.shape

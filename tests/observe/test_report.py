@@ -14,6 +14,7 @@ from slideformer_ray.observe.report import (
     plan_lines,
     plan_notes,
     plan_record,
+    run_notes,
     start_lines,
     summary_lines,
     verify_lines,
@@ -122,11 +123,19 @@ def test_a_plan_s_record_is_json_with_every_byte(trainer):
 
 def test_a_plan_notes_what_a_run_would_miss(trainer, tmp_path):
     """Data files and weights that are not there, and settings without effect; no note where all is well."""
-    assert plan_notes(trainer.config) == []
+    assert plan_notes(trainer.config, trainer.hf_config) == []
     config = trainer.config.changed([f"model.path={tmp_path}", "data.train=none.jsonl", "data.eval_rows=0"])
     config = config.changed(["training.eval_every=2"])
-    notes = plan_notes(config)
+    notes = plan_notes(config, trainer.hf_config)
     assert [note.split()[0].rsplit("/")[-1] for note in notes] == ["training.eval_every:", "none.jsonl", tmp_path.name]
+
+
+def test_rows_longer_than_the_model_was_made_for_are_noted(trainer):
+    """Rotary positions go on for ever, so such a run works, and is seldom what was meant."""
+    longest = trainer.hf_config.max_position_embeddings
+    (note,) = run_notes(trainer.config.changed([f"data.seq_len={longest + 1}"]), trainer.hf_config)
+    assert note.startswith(f"data.seq_len is {longest + 1}, the model's max_position_embeddings {longest}: ")
+    assert run_notes(trainer.config.changed([f"data.seq_len={longest}"]), trainer.hf_config) == []
 
 
 def test_the_summary_has_losses_before_and_after_and_the_peak():
