@@ -134,7 +134,8 @@ class AdamShard:
         watch = Stopwatch(inputs.trace)
         self._inputs, self._skipped, self._looked_up = inputs, False, None
         o = self.optimizer
-        self._rate = learning_rate(self.applied_steps, self.total_steps, o.learning_rate, o.schedule, o.warmup_steps)
+        peak = o.learning_rate if inputs.peak_learning_rate is None else inputs.peak_learning_rate
+        self._rate = learning_rate(self.applied_steps, self.total_steps, peak, o.schedule, o.warmup_steps)
         context = LaneContext.create(self.name, plan, inputs, self.page, self.timeout_s)
         lane = plan.lanes[update_lane(self.actor)]
         run_ready_first(context, lane, self._update, watch)

@@ -40,6 +40,7 @@ class StepInputs:
         None  # (batch buffer, tokens) of the training step that follows, if it is known
     )
     trace: bool = False  # record what each lane does and when
+    peak_learning_rate: float | None = None  # None: optimizer.learning_rate
 
 
 class LaneError(RuntimeError):

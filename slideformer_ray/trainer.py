@@ -4,6 +4,8 @@
     print(trainer.plan)                             # bytes of every tier
     summary = trainer.train()
 
+or, with a say in it, `for step in trainer.fit(): ...`.
+
 Tested by tests/test_trainer.py.
 """
 
@@ -16,8 +18,8 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +121,7 @@ class Trainer:
             )
         self.callbacks: list[Callback] = [MetricsFile(config.run_dir / "metrics.jsonl"), *callbacks]
         self.actor_reports: Sequence[ActorReport] = ()  # of this run's actors, once they have started
+        self.summary: Summary | None = None  # of the last run that came to its end
         self._begin()
 
     def _begin(self) -> None:
@@ -126,6 +129,10 @@ class Trainer:
         self._next_batch: StepBatch | None = None  # of the step after the last one submitted
         self._last_checkpoint = self.config.checkpoint.resume  # complete, to the best of this run's knowledge
         self._train_steps = 0  # submitted in this process: where the shared counters stand
+        self._steps_done = 0  # of the whole training, those before a resumed checkpoint included
+        self._stopping = False
+        self._peak_rate: float | None = None  # None: optimizer.learning_rate
+        self._last_eval: tuple[int, float | None] = (-1, None)  # steps done before it, loss
         self._peak_host_bytes, self._memory_read_at = 0, 0.0
         self._peak_gpu_bytes = 0
         self._skipped_in_a_row, self._skipped = 0, 0
@@ -144,6 +151,23 @@ class Trainer:
 
         Whatever happens, every process is ended.
         """
+        with closing(self.fit()) as steps:
+            for _ in steps:
+                pass
+        assert self.summary is not None
+        return self.summary
+
+    def fit(self) -> Generator[StepMetrics, None, None]:
+        """The run as a generator: each step's metrics, after every callback has had them. `train` is a loop over it.
+
+            for step in trainer.fit():
+                if step.loss < 0.5:
+                    trainer.stop()
+
+        The next step is under way by then, so that no actor waits for this loop. When the last step has been given
+        out, evaluation, final model and summary follow, and `trainer.summary` is set. Who leaves the loop before, by
+        `break` or an error, ends the run as it stands: every process is ended, and no model is written.
+        """
         config = self.config
         self._begin()
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -155,13 +179,16 @@ class Trainer:
             make_tiers(config, self.hf_config, self.spec, self.plan, self.data.num_steps) as tiers,
         ):
             self.actor_reports = tiers.reports()
-            first = self._load(tiers)
+            first = self._steps_done = self._load(tiers)
             for callback in self.callbacks:
                 callback.on_start(self.data.num_steps, first)
-            first_eval = last_eval = self.evaluate(tiers, first)
-            last = self._run_steps(tiers, first)
-            if self.data.eval and self.data.num_steps > first:
-                last_eval = self.evaluate(tiers, self.data.num_steps)
+            first_eval = self.evaluate(tiers, first)
+            last = math.nan
+            for metrics in self._run_steps(tiers, first):
+                last = metrics.loss
+                yield metrics
+            if self._last_eval[0] != self._steps_done:
+                self.evaluate(tiers, self._steps_done)
             model_dir = config.run_dir / "model" if config.checkpoint.save_final else None
             if model_dir is not None:
                 _save_final_model(tiers, model_dir)
@@ -170,10 +197,10 @@ class Trainer:
         seconds = time.perf_counter() - started
         ordered = sorted(self._step_seconds) or [math.nan]
         summary = Summary(
-            steps=self.data.num_steps - first,
+            steps=self._steps_done - first,
             skipped_steps=self._skipped,
             first_eval_loss=first_eval,
-            last_eval_loss=last_eval,
+            last_eval_loss=self._last_eval[1],
             last_loss=last,
             seconds=seconds,
             median_step_seconds=ordered[len(ordered) // 2],
@@ -184,9 +211,23 @@ class Trainer:
             model_dir=str(model_dir) if model_dir else None,
         )
         (config.run_dir / "summary.json").write_text(to_json(dataclasses.asdict(summary), indent=1) + "\n")
+        self.summary = summary
         for callback in self.callbacks:
             callback.on_end(summary)
-        return summary
+
+    def stop(self) -> None:
+        """Make the steps that are under way the last ones of the run, which then ends as always. From any thread."""
+        self._stopping = True
+
+    def set_learning_rate(self, peak: float) -> None:
+        """Put `peak` in the place of `optimizer.learning_rate`, from the next step that is submitted on.
+
+        The schedule's shape stays. Called for step n of `fit`, it acts on step n + 2, for n + 1 is under way;
+        `StepMetrics.learning_rate` says what each step had. A checkpoint does not hold it.
+        """
+        if not (math.isfinite(peak) and peak >= 0):
+            raise ValueError(f"set_learning_rate: the rate must be a finite number of at least 0, found {peak}")
+        self._peak_rate = peak
 
     @contextmanager
     def _way_back_named(self) -> Iterator[None]:
@@ -210,15 +251,16 @@ class Trainer:
         load_checkpoint(tiers, self.config.checkpoint.resume)
         return int(self.resumed["steps_done"])
 
-    def _run_steps(self, tiers: Tiers, first: int) -> float:
+    def _run_steps(self, tiers: Tiers, first: int) -> Iterator[StepMetrics]:
         """All steps from `first`. One step is always submitted ahead, so that no actor waits for the driver."""
         total, training, saving = self.data.num_steps, self.config.training, self.config.checkpoint
         ahead: deque[_Submitted] = deque()
-        loss = math.nan
         self._last_end = time.perf_counter()
         for step in range(first, total):
             if len(ahead) == STEPS_AHEAD:
-                loss = self._finish(tiers, ahead.popleft())
+                yield self._finish(tiers, ahead.popleft())
+            if self._stopping:
+                break
             ahead.append(self._submit(tiers, step))
             done = step + 1
             evaluates = (
@@ -227,13 +269,14 @@ class Trainer:
             saves = saving.save_every > 0 and done % saving.save_every == 0
             if evaluates or saves or done == total:
                 while ahead:
-                    loss = self._finish(tiers, ahead.popleft())
+                    yield self._finish(tiers, ahead.popleft())
                 if evaluates:
                     self.evaluate(tiers, done)
                 if saves:
                     self._save(tiers, done)
                 self._last_end = time.perf_counter()
-        return loss
+        while ahead:  # stopped
+            yield self._finish(tiers, ahead.popleft())
 
     def _save(self, tiers: Tiers, done: int) -> None:
         """A disk that has filled up costs the checkpoint, not the run."""
@@ -245,16 +288,25 @@ class Trainer:
     def _submit(self, tiers: Tiers, step: int) -> _Submitted:
         batch = self._next_batch or self.data.step_batch(step)
         self._next_batch = self.data.step_batch(step + 1) if step + 1 < self.data.num_steps else None
-        submitted = submit_batch(tiers, batch, step, self._train_steps, train=True, following=self._next_batch)
+        submitted = submit_batch(
+            tiers,
+            batch,
+            step,
+            self._train_steps,
+            train=True,
+            following=self._next_batch,
+            peak_learning_rate=self._peak_rate,
+        )
         self._train_steps += 1
         return _Submitted(submitted, batch, time.perf_counter())
 
-    def _finish(self, tiers: Tiers, submitted: _Submitted) -> float:
+    def _finish(self, tiers: Tiers, submitted: _Submitted) -> StepMetrics:
         report = tiers.gather(submitted.pending)
         now = time.perf_counter()
         seconds = now - max(submitted.started, self._last_end)
         self._last_end = now
         self._count(submitted.pending.inputs.step, report)
+        self._steps_done = submitted.pending.inputs.step + 1
         self._step_seconds.append(seconds)
         self._tokens += submitted.batch.num_tokens
         self._read_memory(tiers)
@@ -274,7 +326,7 @@ class Trainer:
         )
         for callback in self.callbacks:
             callback.on_step(metrics)
-        return report.gpu.loss
+        return metrics
 
     def _count(self, step: int, report: StepReport) -> None:
         self._peak_gpu_bytes = max(self._peak_gpu_bytes, report.gpu.peak_gpu_bytes)
@@ -294,6 +346,7 @@ class Trainer:
 
     def evaluate(self, tiers: Tiers, step: int) -> float | None:
         """Mean loss of a supervised held-out token; None without held-out rows. Keeps two numbers a batch."""
+        self._last_eval = (step, None)
         if not self.data.eval:
             return None
         total, count = 0.0, 0
@@ -304,6 +357,7 @@ class Trainer:
         metrics = EvalMetrics(step, total / count, count)
         for callback in self.callbacks:
             callback.on_eval(metrics)
+        self._last_eval = (step, metrics.eval_loss)
         return metrics.eval_loss
 
     def _read_memory(self, tiers: Tiers, force: bool = False) -> None:
@@ -326,10 +380,12 @@ def submit_batch(
     train: bool,
     following: StepBatch | None = None,
     trace: bool = False,
+    peak_learning_rate: float | None = None,
 ) -> PendingStep:
     """Write the batch where the actors read it and submit the step.
 
     following: the training step after this one, if it is known: its embedding rows are then updated before all others.
+    peak_learning_rate: in the place of the config's.
     """
     slot = train_steps % NUM_BATCH_BUFFERS
     tiers.write_batch(slot, batch.micro_batches)
@@ -339,7 +395,9 @@ def submit_batch(
         tiers.write_batch(next_batch[0], following.micro_batches)
     shape = tiers.layout.shape(len(batch.micro_batches), train)
     sizes = tuple((int(m.ids.shape[0]), int(m.ids.shape[1])) for m in batch.micro_batches)
-    return tiers.submit(StepInputs(step, shape, train_steps, slot, sizes, batch.num_supervised, next_batch, trace))
+    return tiers.submit(
+        StepInputs(step, shape, train_steps, slot, sizes, batch.num_supervised, next_batch, trace, peak_learning_rate)
+    )
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

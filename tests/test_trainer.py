@@ -7,6 +7,7 @@ tests/field/test_066_*.py and test_067_*.py; Ctrl-C: tests/test_cli.py; resuming
 import dataclasses
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -285,3 +286,70 @@ def test_train_may_be_called_twice(tmp_path):
     trainer = Trainer(small_config(tmp_path, training__steps=3), callbacks=[record], local=True)
     first, second = trainer.train(), trainer.train()
     assert first.last_loss == second.last_loss and first.steps == second.steps == 3
+
+
+# ---------------------------------------------------------------------------------------------------- step by step
+
+
+# A rate that does not depend on how long the run is: a stopped run equals a short one.
+CONSTANT = {"optimizer__schedule": "constant", "optimizer__warmup_steps": 0, "placement__num_optimizer_actors": 1}
+
+
+def fitted(directory, **changes):
+    directory.mkdir()
+    return Trainer(small_config(directory, **CONSTANT | changes), local=True)
+
+
+def test_fit_gives_each_step_and_train_is_a_loop_over_it(tmp_path):
+    """What callbacks hear, in order; afterwards the summary is there, and the model is the one of `train`."""
+    record = train(tmp_path / "train")
+    trainer = Trainer(
+        small_config(tmp_path / "train", **{"training__steps": 3, "placement__num_optimizer_actors": 1}), local=True
+    )
+    before = tensors_of(record.config.run_dir / "model")
+    steps = list(trainer.fit())
+    assert [(m.step, m.loss, m.grad_norm) for m in steps] == [(m.step, m.loss, m.grad_norm) for m in record.steps]
+    assert trainer.summary.last_eval_loss == record.summary.last_eval_loss
+    assert differing(tensors_of(Path(trainer.summary.model_dir)), before) == []
+
+
+def test_stop_makes_the_step_under_way_the_last(tmp_path):
+    """Stopped at step 1, step 2 is under way and is done too; then the run ends as one of three steps does."""
+    trainer = fitted(tmp_path / "stopped")
+    steps = []
+    for metrics in trainer.fit():
+        steps.append(metrics.step)
+        if metrics.step == 1:
+            trainer.stop()
+    assert steps == [0, 1, 2] and trainer.summary.steps == 3
+    short = fitted(tmp_path / "short", training__steps=3).train()
+    assert trainer.summary.last_eval_loss == short.last_eval_loss
+    assert differing(tensors_of(Path(trainer.summary.model_dir)), tensors_of(Path(short.model_dir))) == []
+
+
+def test_a_learning_rate_that_is_set_acts_two_steps_later(tmp_path):
+    """The next step is under way already. It takes the schedule's peak's place; with 0 nothing moves any more."""
+    trainer = fitted(tmp_path / "run", training__steps=5, optimizer__learning_rate=1e-3)
+    rates = []
+    for metrics in trainer.fit():
+        rates.append(metrics.learning_rate)
+        if metrics.step == 0:
+            trainer.set_learning_rate(0.0)
+    assert rates == [1e-3, 1e-3, 0.0, 0.0, 0.0]
+    short = fitted(tmp_path / "short", training__steps=2, optimizer__learning_rate=1e-3).train()
+    assert differing(tensors_of(Path(trainer.summary.model_dir)), tensors_of(Path(short.model_dir))) == []
+    with pytest.raises(
+        ValueError, match="set_learning_rate: the rate must be a finite number of at least 0, found nan"
+    ):
+        trainer.set_learning_rate(float("nan"))
+
+
+def test_leaving_the_loop_ends_everything(tmp_path):
+    """`break`: no actor's thread is left, no model and no summary is written; the trainer can start anew."""
+    trainer = fitted(tmp_path / "run", training__steps=4)
+    for metrics in trainer.fit():
+        if metrics.step == 1:
+            break
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("actor")]
+    assert not (trainer.config.run_dir / "model").exists() and trainer.summary is None
+    assert trainer.train().steps == 4
