@@ -189,6 +189,17 @@ class CheckpointSection(Section):
     save_final: bool = Field(True, description="Write the final Hugging Face model directory to RUN/model.")
 
 
+class ObserveSection(Section):
+    """Who is told of each step, beside RUN/metrics.jsonl and the terminal."""
+
+    tensorboard: bool = Field(
+        False, description="Write event files to RUN/tensorboard, for `tensorboard --logdir RUN`. Needs tensorboard."
+    )
+    wandb_project: str | None = Field(
+        None, description="Project of Weights & Biases to log to. Needs wandb; WANDB_MODE=offline keeps it local."
+    )
+
+
 class DebugSection(Section):
     poison_freed_slots: bool = Field(
         False, description="Fill freed slots with NaN, so that a read of a stale slot shows."
@@ -214,6 +225,7 @@ class RunConfig(Section):
     budget: BudgetSection = BudgetSection()
     placement: PlacementSection = PlacementSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    observe: ObserveSection = ObserveSection()
     debug: DebugSection = DebugSection()
 
     @property

@@ -36,6 +36,7 @@ from slideformer_ray.lr_schedule import check_schedule
 from slideformer_ray.model.layers import describe_model, load_hf_config
 from slideformer_ray.model.spec import ModelSpec
 from slideformer_ray.model.weights import WeightFiles
+from slideformer_ray.observe.callbacks import configured_callbacks
 from slideformer_ray.observe.memory import anonymous_bytes, process_tree
 from slideformer_ray.observe.metrics import Callback, EvalMetrics, MetricsFile, StepMetrics, to_json
 from slideformer_ray.shortfalls import check_disk
@@ -119,7 +120,11 @@ class Trainer:
                 f"checkpoint.resume: {config.checkpoint.resume} is of step {self.resumed['steps_done']}, the run has "
                 f"{self.data.num_steps} steps; raise training.steps (or epochs)"
             )
-        self.callbacks: list[Callback] = [MetricsFile(config.run_dir / "metrics.jsonl"), *callbacks]
+        self.callbacks: list[Callback] = [
+            MetricsFile(config.run_dir / "metrics.jsonl"),
+            *configured_callbacks(config),
+            *callbacks,
+        ]
         self.actor_reports: Sequence[ActorReport] = ()  # of this run's actors, once they have started
         self.summary: Summary | None = None  # of the last run that came to its end
         self._begin()
@@ -168,6 +173,13 @@ class Trainer:
         out, evaluation, final model and summary follow, and `trainer.summary` is set. Who leaves the loop before, by
         `break` or an error, ends the run as it stands: every process is ended, and no model is written.
         """
+        try:
+            yield from self._fit()
+        finally:
+            for callback in self.callbacks:
+                callback.close()
+
+    def _fit(self) -> Iterator[StepMetrics]:
         config = self.config
         self._begin()
         config.run_dir.mkdir(parents=True, exist_ok=True)

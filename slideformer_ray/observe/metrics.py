@@ -38,7 +38,7 @@ class EvalMetrics:
 
 
 class Callback:
-    """Override what you want to hear of. Called in the driver, between steps; keep it short."""
+    """Override what you want to hear of. Called in the driver, between steps; keep it short. An error ends the run."""
 
     def on_start(self, total_steps: int, first_step: int) -> None: ...
 
@@ -47,6 +47,9 @@ class Callback:
     def on_eval(self, metrics: EvalMetrics) -> None: ...
 
     def on_end(self, summary: Any) -> None: ...
+
+    def close(self) -> None:
+        """Comes last, however the run ended; `on_end` only when it came to its end."""
 
 
 class MetricsFile(Callback):
