@@ -12,7 +12,7 @@ from slideformer_ray.actors.lanes import StepInputs
 from slideformer_ray.actors.process import ActorReport, ActorSetup, attach_buffers, open_page, prepare_process
 from slideformer_ray.actors.sliding_window import GpuStepResult, SlidingWindow
 from slideformer_ray.budget import CUDA_CONTEXT_BYTES
-from slideformer_ray.config import GIB
+from slideformer_ray.config import GIB, RunConfig
 from slideformer_ray.machine import physical_cores
 from slideformer_ray.memory import pinning
 from slideformer_ray.memory.counters import CounterPage
@@ -28,7 +28,7 @@ class GpuActor:
         self.setup = setup
         self.device = torch.device(setup.layout.device)
         if self.device.type == "cuda":
-            _prepare_gpu(setup.config.budget.gpu_gib)
+            _prepare_gpu(setup.config)
         self.buffers = attach_buffers(setup.handles)
         self.registration = pinning.register([b.page_range for b in self.buffers.values()], device=self.device)
         self.window = make_window(setup, self.buffers, open_page(setup, self.buffers))
@@ -61,12 +61,18 @@ def make_window(setup: ActorSetup, buffers: Mapping[str, SharedBuffer], page: Co
     )
 
 
-def _prepare_gpu(limit_gib: float | None) -> None:
-    """Before CUDA starts: the allocator's habits, and the budget as a hard limit on what it may take."""
+def _prepare_gpu(config: RunConfig) -> None:
+    """Before CUDA starts: the allocator's habits, the budget as a hard limit on what it may take, determinism."""
     # Layers of several shapes leave holes that segments which can grow do not.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # The compiler's worker processes, one a core by default, take 250 MB of host memory each.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    if config.training.deterministic:
+        # cuBLAS repeats its bits across streams only with workspaces of its own, which PyTorch asks for by this name.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a check for stray reads, not needed for the bits
+    limit_gib = config.budget.gpu_gib
     if limit_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_gib * GIB - CUDA_CONTEXT_BYTES) / total))

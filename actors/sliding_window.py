@@ -234,6 +234,8 @@ class SlidingWindow:
     def _begin(self, inputs: StepInputs) -> None:
         """Bring the small things of the step to the device: positions, targets, which rows are supervised."""
         self._inputs = inputs
+        if self.poison and self._host_cells is not None:
+            self._host_cells.fill_(math.nan)  # of the step before: whoever reads one that this step has not written
         ids_all, targets_all = self._batches[inputs.batch_slot]
         train_embed = inputs.shape.train and inputs.shape.trainable[self.spec.embed.index]
         self._micro_batches = []
@@ -511,7 +513,11 @@ class SlidingWindow:
         else:
             start = self._head_at if block.kind == "head" else 0
             source, host = self._vocab_unit[start : start + n], self._vocab_grads[op.block][:n]
+        if self.poison:
+            host.fill_(math.nan)  # whoever still reads the gradient of the step before must notice
         host.copy_(source, non_blocking=True)
+        if self.poison:
+            source.fill_(math.nan)  # it has left; the next gradient is written only after this lane says so
         if self.max_grad_norm is not None:
             return None
         # Without a norm nothing can skip the step, so a gradient that is not finite stops the run before it reaches the

@@ -108,6 +108,11 @@ class TrainingSection(Section):
         "bf16", description="Compute and gradient dtype. Masters are fp32 in both."
     )
     seed: NonNegativeInt = Field(0, description="Of the rows' order and of random weights.")
+    deterministic: bool = Field(
+        False,
+        description="PyTorch's deterministic algorithms on the GPU, so that two runs give the same bits there, "
+        "whichever path attention takes; Hopper's does in any case. No effect on the CPU device.",
+    )
     overlap: bool = Field(
         True, description="false: every operation waits for the one before. Same bits, slower; for checking."
     )
@@ -249,6 +254,8 @@ class RunConfig(Section):
             found.append("optimizer.max_skipped_steps: max_grad_norm is null")
         if given("budget", "gpu_gib") and self.placement.device == "cpu":
             found.append("budget.gpu_gib: placement.device is cpu")
+        if given("training", "deterministic") and self.placement.device == "cpu":
+            found.append("training.deterministic: placement.device is cpu")
         if given("placement", "include_dashboard") and self.placement.address is not None:
             found.append("placement.include_dashboard: placement.address is given")
         return [f"{line}; it has no effect" for line in found]

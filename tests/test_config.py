@@ -247,6 +247,7 @@ def test_the_last_micro_batch_may_have_fewer_rows(rows, micro, count):
         ({"training": {"eval_every": 2}}, "training.eval_every"),
         ({"optimizer": {"max_grad_norm": None, "max_skipped_steps": 2}}, "optimizer.max_skipped_steps"),
         ({"budget": {"gpu_gib": 4}, "placement": {"device": "cpu"}}, "budget.gpu_gib"),
+        ({"training": {"deterministic": True}, "placement": {"device": "cpu"}}, "training.deterministic"),
         ({"placement": {"address": "auto", "include_dashboard": True}}, "placement.include_dashboard"),
     ],
 )

@@ -241,6 +241,27 @@ def test_gpu_buffers_are_pinned_while_the_tiers_are_open(model):
 # ---------------------------------------------------------------------------------------------------------- through Ray
 
 
+@pytest.mark.gpu
+def test_gpu_memory_is_flat_from_the_third_step_on(model):
+    """What PyTorch holds of the GPU after step 3 it holds after step 40: two micro-batch lengths, clipping on."""
+    batches = [random_batch(4, 2, seed % 2) for seed in range(40)]
+    with open_tiers(make_config(model, device="cuda", precision="bf16"), RayTiers) as tiers:
+        reserved = [report.gpu.reserved_gpu_bytes for report in run_steps(tiers, batches)]
+    assert reserved[3] > 0 and set(reserved[3:]) == {reserved[3]}
+
+
+@pytest.mark.gpu
+def test_gpu_deterministic_runs_have_the_same_bits(model, tmp_path):
+    """training.deterministic: two runs of five steps in processes of their own; masters, moments, losses and norms."""
+    config = make_config(model, device="cuda", precision="bf16", training__deterministic=True)
+    states = []
+    for run in range(2):
+        with open_tiers(config, RayTiers) as tiers:
+            reports = run_steps(tiers, [random_batch(4, 2, seed) for seed in range(5)])
+            states.append(state_of(tiers, reports, tmp_path / f"states{run}"))
+    assert states[0] == states[1]
+
+
 def test_an_actor_that_cannot_start_is_named_with_its_reason(model):
     """One line with the actor's own error: not "died", no traceback, and nothing is left running."""
     config = make_config(model)

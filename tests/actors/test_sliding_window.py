@@ -140,6 +140,20 @@ def test_the_layers_written_out_train_as_transformers_own(tmp_path, device):
         assert relative_error(masters["recomputed"][name], wanted) < TOLERANCE[device], name
 
 
+def test_debug_mode_ruins_what_has_left(tmp_path):
+    """A gradient that has reached its host slot is NaN on the device, and so is what a step left in the host cells."""
+    model = save_small_model(tmp_path / "model", "llama")
+    config = make_config(model, placement__activation_slots=3)
+    with open_tiers(config) as tiers:
+        run_steps(tiers, [random_batch(4, 2, seed=0)])
+        assert all(unit.isnan().any() for unit in tiers.window._grad_units)
+        assert not any(tiers.gradient(p.name).isnan().any() for block in tiers.spec.blocks for p in block.params)
+        cells = tiers.buffers["activations"].tensor(tiers.layout.dtype)
+        cells.zero_()
+        run_steps(tiers, [random_batch(1, 1, seed=1)], first=1)  # one row: it fills no cell whole
+        assert cells.isnan().any() and not (cells == 0).all()
+
+
 @pytest.mark.gpu
 def test_a_compiled_layer_is_compiled_once_for_each_shape(tmp_path):
     """torch.compile of the template layer: losses as without it, and pointing it at another unit compiles nothing."""

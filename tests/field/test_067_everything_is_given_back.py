@@ -74,15 +74,21 @@ def test_a_killed_driver_takes_everything_with_it(tmp_path, device):
     model = save_small_model(tmp_path / "model", "llama")
     shm_before, run_id = set(os.listdir("/dev/shm")), str(uuid.uuid4())
     gpu_before = gpu_free_bytes() if device == "cuda" else 0
-    environment = {**os.environ, MARK: run_id, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+    environment = {**os.environ, MARK: run_id, "PYTHONPATH": path}
     command = [sys.executable, "-c", DRIVER, str(model), device]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as driver:
+    errors = tmp_path / "stderr"
+    with (
+        errors.open("wb") as stderr,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr) as driver,
+    ):
         for line in driver.stdout:
             if line.strip() == b"3":
                 break
         # Ray's agents come last, and are the ones that would go last (node_guard.py).
         wait_for(lambda: "ray::DashboardA" in processes_of(run_id).values(), 15)
-        assert len(processes_of(run_id)) >= 7  # also the driver, three actors, raylet, GCS
+        # also the driver, three actors, raylet, GCS
+        assert len(processes_of(run_id)) >= 7, errors.read_text()[-4000:]
         driver.send_signal(signal.SIGKILL)
     wait_for(lambda: not processes_of(run_id), 10)
     assert processes_of(run_id) == {}
