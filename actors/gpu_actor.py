@@ -9,11 +9,18 @@ import ray
 import torch
 
 from slideformer_ray.actors.lanes import StepInputs
-from slideformer_ray.actors.process import ActorReport, ActorSetup, attach_buffers, open_page, prepare_process
+from slideformer_ray.actors.process import (
+    ActorReport,
+    ActorSetup,
+    attach_buffers,
+    open_page,
+    prepare_process,
+    private_memory,
+)
 from slideformer_ray.actors.sliding_window import GpuStepResult, SlidingWindow
 from slideformer_ray.budget import CUDA_CONTEXT_BYTES
 from slideformer_ray.config import GIB, RunConfig
-from slideformer_ray.machine import physical_cores
+from slideformer_ray.machine import physical_cores, readable
 from slideformer_ray.memory import pinning
 from slideformer_ray.memory.counters import CounterPage
 from slideformer_ray.memory.shared_buffer import SharedBuffer
@@ -22,16 +29,20 @@ from slideformer_ray.memory.shared_buffer import SharedBuffer
 # Ray's stubs do not know concurrency groups.
 @ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0, max_task_retries=0)  # type: ignore[call-overload]
 class GpuActor:
-    def __init__(self, setup: ActorSetup):
+    _description = "gpu actor"  # Ray asks also when __init__ has failed
+
+    def __init__(self, setup: ActorSetup, run_name: str):
         # On a GPU the threads look up embedding rows, while the optimizer actors wait for the step to begin.
         prepare_process(max(1, physical_cores() // 2))
-        self.setup = setup
+        self.setup, self._run_name = setup, run_name
         self.device = torch.device(setup.layout.device)
         if self.device.type == "cuda":
             _prepare_gpu(setup.config)
         self.buffers = attach_buffers(setup.handles)
         self.registration = pinning.register([b.page_range for b in self.buffers.values()], device=self.device)
         self.window = make_window(setup, self.buffers, open_page(setup, self.buffers))
+        held = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else private_memory()
+        self._description = f"gpu actor on {self.device}, {readable(held)}"
 
     def run_step(self, inputs: StepInputs) -> GpuStepResult:
         return self.window.run_step(inputs)
@@ -42,8 +53,13 @@ class GpuActor:
             "gpu actor", f"{self.device}; {self.registration.report}; layers {self.window.layers_in_use}"
         )
 
+    @ray.method(concurrency_group="ctl")
+    def run_name(self) -> str:
+        """Asked by another run that wants the same cluster."""
+        return self._run_name
+
     def __repr__(self) -> str:
-        return f"GpuActor({os.getpid()})"
+        return self._description
 
 
 def make_window(setup: ActorSetup, buffers: Mapping[str, SharedBuffer], page: CounterPage) -> SlidingWindow:
@@ -71,7 +87,8 @@ def _prepare_gpu(config: RunConfig) -> None:
         # cuBLAS repeats its bits across streams only with workspaces of its own, which PyTorch asks for by this name.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a check for stray reads, not needed for the bits
+        # A check for stray reads, not needed for the bits. (To mypy the module is what it is before it is imported.)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     limit_gib = config.budget.gpu_gib
     if limit_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory

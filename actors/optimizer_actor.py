@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from slideformer_ray.actors.adam_shard import AdamShard, UpdateStepResult
 from slideformer_ray.actors.lanes import StepInputs
 from slideformer_ray.actors.process import ActorReport, ActorSetup, attach_buffers, open_page, prepare_process
+from slideformer_ray.machine import readable
 from slideformer_ray.memory.counters import CounterPage
 from slideformer_ray.memory.shared_buffer import SharedBuffer
 from slideformer_ray.model.spec import BlockSpec
@@ -25,11 +25,15 @@ from slideformer_ray.model.weights import WeightFiles, init_block_slice, load_bl
 # Ray's stubs do not know concurrency groups.
 @ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0, max_task_retries=0)  # type: ignore[call-overload]
 class OptimizerActor:
+    _description = "optimizer actor"  # Ray asks also when __init__ has failed
+
     def __init__(self, setup: ActorSetup, actor: int):
         prepare_process(setup.layout.threads_per_optimizer_actor)
         self.setup, self.actor = setup, actor
         self.buffers = attach_buffers(setup.handles)
         self.shard = make_shard(setup, actor, self.buffers, open_page(setup, self.buffers))
+        part = f"slice {actor + 1} of {setup.layout.num_optimizer_actors}"
+        self._description = f"{self.shard.name}, {part}, {readable(self.shard.state_bytes)} of states"
 
     def load_weights(self, model_dir: Path) -> None:
         load_weights(self.shard, self.setup, model_dir)
@@ -58,7 +62,7 @@ class OptimizerActor:
         return ActorReport.of(shard.name, detail)
 
     def __repr__(self) -> str:
-        return f"OptimizerActor({self.actor}, {os.getpid()})"
+        return self._description
 
 
 def make_shard(setup: ActorSetup, actor: int, buffers: Mapping[str, SharedBuffer], page: CounterPage) -> AdamShard:

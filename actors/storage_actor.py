@@ -5,7 +5,6 @@ So far it serves checkpoints; the NVMe tier's states and activations come throug
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -66,4 +65,4 @@ class StorageActor:
         return ActorReport.of("storage actor", "checkpoints")
 
     def __repr__(self) -> str:
-        return f"StorageActor({os.getpid()})"
+        return "storage actor, model files"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from slideformer_ray.config import ConfigError, RunConfig
+from slideformer_ray.config import GIB, ConfigError, RunConfig
 
 if TYPE_CHECKING:
     from slideformer_ray.observe.metrics import Callback
@@ -170,7 +170,86 @@ def verify(
             raise typer.Exit(FAILED)
 
 
+TempDir = Annotated[
+    Path | None, typer.Option(help="The cluster's own directory; one cluster each. Default: one of this user's.")
+]
+
+
+@app.command()
+def up(
+    config_file: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Its plan sizes the object store.")
+    ] = None,
+    overrides: Overrides = None,
+    store_gib: Annotated[
+        float | None, typer.Option(min=0.1, help="Object store, GiB. Default: the plan's, else half of the memory.")
+    ] = None,
+    temp_dir: TempDir = None,
+    port: Annotated[int, typer.Option(help="Of Ray's GCS, which nodes and jobs connect to.")] = 6379,
+    dashboard_port: Annotated[int, typer.Option(help="Of the Dashboard, which takes jobs. On 127.0.0.1.")] = 8265,
+    metrics_port: Annotated[int, typer.Option(help="Of the metrics that Prometheus reads.")] = 8080,
+    client_port: Annotated[int, typer.Option(help="Of Ray Client, which this package does not use.")] = 10001,
+    agent_port: Annotated[int, typer.Option(help="Of the Dashboard's agent.")] = 52365,
+    print_only: Annotated[bool, typer.Option("--print", help="Show the shell line that would do it.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Start a Ray cluster of this machine that takes runs as jobs."""
+    with _exit_codes(debug):
+        from slideformer_ray import cluster
+        from slideformer_ray.memory.host_limits import read_host_limits
+
+        limits = read_host_limits()
+        config = RunConfig.load(config_file, overrides or ()) if config_file is not None else None
+        store, cpus = _sizes(config) if config is not None else (cluster.largest_store(limits), 0)
+        settings = cluster.ClusterSettings(
+            store_bytes=int(store_gib * GIB) if store_gib is not None else store,
+            num_cpus=max(os.cpu_count() or 1, cpus),
+            temp_dir=(temp_dir or cluster.default_temp_dir()).absolute(),
+            port=port,
+            dashboard_port=dashboard_port,
+            metrics_port=metrics_port,
+            client_port=client_port,
+            agent_port=agent_port,
+        )
+        if print_only:
+            _print_lines([settings.shell_line()])
+            return
+        started = cluster.up(settings, limits)
+        submit = f"{started.submit_line} {config_file or 'CONFIG.yaml'}"
+        _print_lines([*started.lines(), f"send runs      {submit}", "end it         slideformer-ray down"])
+
+
+@app.command()
+def down(
+    stop_jobs: Annotated[bool, typer.Option("--stop-jobs", help="Stop running jobs first, which save.")] = False,
+    temp_dir: TempDir = None,
+    debug: Debug = False,
+) -> None:
+    """End the cluster that `up` started, and nothing else."""
+    with _exit_codes(debug):
+        from slideformer_ray import cluster
+
+        directory = (temp_dir or cluster.default_temp_dir()).absolute()
+        running = cluster.Cluster.find(directory)
+        if running is None:
+            raise ConfigError(f"no cluster of `slideformer-ray up` runs in {directory}")
+        cluster.down(running, stop_jobs)
+
+
 # ----------------------------------------------------------------------------------------------------------- the pieces
+
+
+def _sizes(config: RunConfig) -> tuple[int, int]:
+    """(bytes of the object store, CPUs that the actors ask for) of a run, from its plan. Raises DoesNotFit."""
+    from slideformer_ray.budget import resolve
+    from slideformer_ray.machine import Machine
+    from slideformer_ray.model.layers import describe_model, load_hf_config
+
+    hf_config = load_hf_config(config.model.path)
+    spec = describe_model(hf_config, config.model.frozen)
+    found = resolve(config, spec, hf_config.intermediate_size, Machine.read(config.placement.device))
+    layout = found.layout
+    return found.store_bytes, 2 + layout.num_optimizer_actors * layout.threads_per_optimizer_actor
 
 
 def _train(config: RunConfig, log_every: int, debug: bool) -> Summary:

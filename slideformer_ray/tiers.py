@@ -291,6 +291,7 @@ class RayTiers(Tiers):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        from slideformer_ray import jobs
         from slideformer_ray.actors.gpu_actor import GpuActor
         from slideformer_ray.actors.optimizer_actor import OptimizerActor
         from slideformer_ray.actors.storage_actor import StorageActor
@@ -311,9 +312,16 @@ class RayTiers(Tiers):
             )
         else:
             self.node = plasma_store.join_cluster(
-                config.placement.address, plan.store_bytes, cpus, gpus, log_to_driver=config.debug.ray_output
+                config.placement.address,
+                plan.store_bytes,
+                cpus,
+                gpus,
+                namespace=jobs.NAMESPACE,
+                log_to_driver=config.debug.ray_output,
             )
         try:
+            if config.placement.address is not None:
+                jobs.refuse_second_run(self.node.address)
             for name, size in layout.buffers(spec).items():
                 self.buffers[name] = SharedBuffer.create(name, size)
             handles = tuple(b.handle() for b in self.buffers.values())
@@ -322,8 +330,8 @@ class RayTiers(Tiers):
             # All on this node: the buffers are its memory.
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             # To mypy the decorator leaves a class as it is.
-            gpu: Any = GpuActor.options(name="gpu", num_gpus=gpus, num_cpus=1, scheduling_strategy=here)  # type: ignore[attr-defined]
-            self._actors["gpu actor"] = gpu.remote(setup)
+            gpu: Any = GpuActor.options(name=jobs.GPU_ACTOR, num_gpus=gpus, num_cpus=1, scheduling_strategy=here)  # type: ignore[attr-defined]
+            self._actors["gpu actor"] = gpu.remote(setup, jobs.run_name(config))
             for k in range(layout.num_optimizer_actors):
                 threads = layout.threads_per_optimizer_actor
                 own: Any = OptimizerActor.options(name=f"optimizer-{k}", num_cpus=threads, scheduling_strategy=here)  # type: ignore[attr-defined]
@@ -339,10 +347,10 @@ class RayTiers(Tiers):
         return self._wait([actor.report.remote() for actor in self._actors.values()], None)
 
     def _call_gpu(self, method: str, *args: Any) -> Any:
-        return getattr(self._actors["gpu actor"], method).remote(*args)
+        return _named(self._actors["gpu actor"], method, args).remote(*args)
 
     def _call_optimizer(self, actor: int, method: str, *args: Any) -> Any:
-        return getattr(self._actors[f"optimizer actor {actor}"], method).remote(*args)
+        return _named(self._actors[f"optimizer actor {actor}"], method, args).remote(*args)
 
     def _call_storage(self, method: str, *args: Any) -> Any:
         return getattr(self._actors["storage actor"], method).remote(*args)
@@ -423,6 +431,16 @@ class RayTiers(Tiers):
                 buffer.close()
             self.buffers.clear()
             self.node.shutdown()
+
+
+def _named(actor: Any, method: str, args: tuple[Any, ...]) -> Any:
+    """The actor's method under the name that the Dashboard's tables and timeline show.
+
+    Not the step's number: Ray keeps eight time series for every name that it has seen (measured on Ray 2.60).
+    """
+    if args and isinstance(args[0], StepInputs):
+        return getattr(actor, method).options(name="training step" if args[0].shape.train else "evaluation")
+    return getattr(actor, method)
 
 
 def _last_line(error: BaseException) -> str:

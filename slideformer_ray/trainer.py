@@ -32,6 +32,7 @@ from slideformer_ray.checkpoint import CheckpointDoesNotFit, check_checkpoint, l
 from slideformer_ray.config import ConfigError, RunConfig
 from slideformer_ray.data.batches import DataSet, StepBatch
 from slideformer_ray.durable import fsync_path
+from slideformer_ray.jobs import in_this_job
 from slideformer_ray.lr_schedule import check_schedule
 from slideformer_ray.model.layers import describe_model, load_hf_config
 from slideformer_ray.model.spec import ModelSpec
@@ -93,6 +94,8 @@ class Trainer:
         local: bool = False,
         machine: Machine | None = None,
     ):
+        if not local:
+            config = in_this_job(config)
         self.config, self.local = config, local
         self.machine = machine or Machine.read(config.placement.device)
         self.hf_config = load_hf_config(config.model.path)

@@ -210,13 +210,15 @@ def join_cluster(
 def ray_start_command(store_bytes: int, num_cpus: int = 0) -> str:
     """The shell command that starts a cluster `join_cluster` accepts. `num_cpus` 0: as many as Ray counts.
 
-    On 127.0.0.1, because Ray otherwise listens on the network's address, and who reaches it can run any code.
+    With a token, because Ray's servers listen on every address of the machine, also with --node-ip-address=127.0.0.1
+    (measured on Ray 2.60), and who reaches them can run any code. And with time for a stopped job to save: Ray's 3 s
+    are too short.
     """
     config = json.dumps(SYSTEM_CONFIG, separators=(",", ":"))
     cpus = f" --num-cpus={num_cpus}" if num_cpus else ""
     return (
-        f"ray start --head --node-ip-address=127.0.0.1{cpus} --object-store-memory={store_bytes} "
-        f"--system-config='{config}'"
+        "ray get-auth-token --generate >/dev/null && RAY_AUTH_MODE=token RAY_JOB_STOP_WAIT_TIME_S=600 "
+        f"ray start --head{cpus} --object-store-memory={store_bytes} --system-config='{config}'"
     )
 
 

@@ -22,10 +22,12 @@ GIB = 2**30
 
 
 def test_command_carries_size_and_settings():
-    """What the user is told to type is one shell line that sets all of ours, and listens to nobody else."""
+    """What the user is told to type is one shell line that sets all of ours, and lets nobody in without a token."""
     *words, settings = shlex.split(ray_start_command(7 * GIB, num_cpus=9))
     assert words == [
-        "ray", "start", "--head", "--node-ip-address=127.0.0.1", "--num-cpus=9", f"--object-store-memory={7 * GIB}",
+        "ray", "get-auth-token", "--generate", ">/dev/null", "&&",
+        "RAY_AUTH_MODE=token", "RAY_JOB_STOP_WAIT_TIME_S=600",
+        "ray", "start", "--head", "--num-cpus=9", f"--object-store-memory={7 * GIB}",
     ]  # fmt: skip
     assert json.loads(settings.removeprefix("--system-config=")) == SYSTEM_CONFIG
 
