@@ -128,9 +128,14 @@ def rotate(
                     *_table_strides(cos), *_table_strides(sin), seq_len, num_q_heads, num_k_heads, half, head_size,
                     INVERSE=inverse, Q_HEADS=blocks[0], K_HEADS=blocks[1], HALF=blocks[2],
                     REST=triton.next_power_of_2(rest) if rest else 0,
-                    num_warps=4 if blocks[0] * blocks[2] <= 2048 else 8,
+                    num_warps=_num_warps(blocks[0] * blocks[2]),
                 )  # fmt: skip
         return q_out, k_out
+
+
+def _num_warps(elements: int) -> int:
+    """Of a program that rotates so many pairs of the query."""
+    return 4 if elements <= 2048 else 8
 
 
 def _plain_rotate(q, k, cos, sin, inverse, out):
