@@ -10,7 +10,6 @@ Tested by tests/actors/test_adam_shard.py.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slideformer_ray.actors.block_saver import BlockSaver, SaveReport
 from slideformer_ray.actors.lanes import (
     CLIP_COEFFICIENT,
     SKIP_STEP,
@@ -30,15 +30,16 @@ from slideformer_ray.actors.lanes import (
     Stopwatch,
     run_ready_first,
 )
-from slideformer_ray.actors.state_files import StateReader, StateWriter
+from slideformer_ray.actors.slice_files import SavedTensors, StateSlice
 from slideformer_ray.budget import BATCH_ROWS, RunLayout
+from slideformer_ray.checkpoint_layout import PARAM, TensorPlaces
 from slideformer_ray.config import OptimizerSection
 from slideformer_ray.kernels.layer_adam import AdamHyper, LayerAdam, join_master
 from slideformer_ray.lr_schedule import learning_rate
 from slideformer_ray.memory import pinning
 from slideformer_ray.memory.counters import CounterPage
 from slideformer_ray.memory.shared_buffer import SharedBuffer
-from slideformer_ray.model.spec import BlockSpec, ModelSpec, ParamSpec, slice_of
+from slideformer_ray.model.spec import BlockSpec, ModelSpec, slice_of
 from slideformer_ray.observe.trace import Span
 from slideformer_ray.schedule import Op, build_step, update_lane
 
@@ -95,6 +96,7 @@ class AdamShard:
             buffers[f"batch.{i}"].numpy(np.int32).reshape(BATCH_ROWS, -1)[0] for i in range(layout.num_batch_buffers)
         ]
         self._looked_up: np.ndarray | None = None  # segments of the step at hand, once they are known
+        self._saver: BlockSaver | None = None
         self._allocate()
 
     def _allocate(self) -> None:
@@ -152,6 +154,8 @@ class AdamShard:
                 self._skipped = True
                 return
             scale = self.page.read_scalar(CLIP_COEFFICIENT)
+        if (saver := self._saver) is not None:  # `poll_save` clears it from another thread
+            saver.before_update(op.block)
         block, state = self.spec.blocks[op.block], self._states[op.block]
         grad = self._grad_slots[op.grad_slot] if block.kind == "decoder" else self._vocab_grads[op.block]
         hi = self._hi[op.block]
@@ -200,63 +204,76 @@ class AdamShard:
             hi = self._hi[block.index]
             if state.stop > state.start:
                 fill_slice(block, state.start, state.stop, hi[state.start : state.stop], state.lo)
-            frozen = block.numel - block.trainable_numel
-            a, b = slice_of(frozen, self.actor, self.layout.num_optimizer_actors)
+            a, b = self._frozen_slice(block)
             if b > a:
-                at = block.trainable_numel
-                fill_slice(block, at + a, at + b, hi[at + a : at + b], None)
+                fill_slice(block, a, b, hi[a:b], None)
+
+    def _frozen_slice(self, block: BlockSpec) -> tuple[int, int]:
+        a, b = slice_of(block.numel - block.trainable_numel, self.actor, self.layout.num_optimizer_actors)
+        return block.trainable_numel + a, block.trainable_numel + b
 
     def master(self, name: str) -> tuple[int, np.ndarray]:
-        """(first element, fp32 values) of our piece of a parameter's master. For checking and export; not in a step."""
-        for block, state, param, a, b in self._pieces():
-            if param.name == name:
-                hi = self._hi[block.index][a:b]
-                if state.lo is None:
-                    return a - param.offset, hi.numpy().copy()
-                return a - param.offset, join_master(hi, state.lo[a - state.start : b - state.start]).numpy().copy()
-        return 0, np.empty(0, np.float32)
+        """(first element, fp32 values) of our piece of a parameter's master. For checking; not in a step."""
+        first, hi = self.state(PARAM, name)
+        if not self.layout.split_masters or not hi.numel():
+            return first, hi.float().numpy()
+        return first, join_master(hi, self.state("lo", name)[1]).numpy()
 
-    def _pieces(self) -> Iterator[tuple[BlockSpec, _BlockState, ParamSpec, int, int]]:
-        """(block, state, parameter, start, stop) of every piece of a trained parameter that we own.
+    def state(self, state: str, name: str) -> tuple[int, Tensor]:
+        """(first element, values) of our piece of a trained parameter's state. For checking; not in a step."""
+        found = ((b, p) for b in self.spec.blocks for p in b.params if p.name == name and not p.frozen)
+        for block, param in found:
+            for piece in self.slices(block.index):
+                a, b = max(param.offset, piece.start), min(param.offset + param.numel, piece.stop)
+                if piece.state == state and a < b:
+                    return a - param.offset, piece.data[a - piece.start : b - piece.start].clone()
+        return 0, torch.empty(0)
 
-        start and stop are elements of the block.
+    def slices(self, block: int) -> Iterator[StateSlice]:
+        """Everything of a block that is ours and that a checkpoint holds, frozen parameters too.
+
+        A slice's memory is valid until the next one is asked for; what was put into it then is the state.
         """
-        for block, state in zip(self.spec.blocks, self._states, strict=True):
-            for param in block.params:
-                a, b = max(param.offset, state.start), min(param.offset + param.numel, state.stop)
-                if not param.frozen and a < b:
-                    yield block, state, param, a, b
-
-    def save_states(self, directory: Path) -> list[str]:
-        """Write our pieces of lo, exp_avg and exp_avg_sq in their own dtypes, keyed by parameter name and element.
-
-        One file a block, so that at most a block's slice is held twice. Returns the file names.
-        """
-        writer = StateWriter(directory, f"actor-{self.actor}", {"adam_step": str(self.applied_steps)})
-        for block, pieces in itertools.groupby(self._pieces(), key=lambda piece: piece[0]):
-            tensors: dict[tuple[str, str, int], Tensor] = {}
-            for _, state, param, a, b in pieces:
-                own, first = slice(a - state.start, b - state.start), a - param.offset
-                tensors["exp_avg", param.name, first] = state.exp_avg[own]
-                tensors["exp_avg_sq", param.name, first] = state.exp_avg_sq[own]
-                if state.lo is not None:
-                    tensors["lo", param.name, first] = state.lo[own]
-            writer.write(block.name, tensors)
-        return writer.names
-
-    def load_states(self, directory: Path) -> int:
-        """Fill our pieces from a checkpoint written by any number of actors. Returns the restored Adam step."""
-        reader = StateReader(directory)
-        for _, state, param, a, b in self._pieces():
-            own, first, last = slice(a - state.start, b - state.start), a - param.offset, b - param.offset
-            reader.read("exp_avg", param.name, first, last, state.exp_avg[own])
-            reader.read("exp_avg_sq", param.name, first, last, state.exp_avg_sq[own])
+        spec, state = self.spec.blocks[block], self._states[block]
+        hi, (start, stop) = self._hi[block], (state.start, state.stop)
+        if stop > start:
+            yield StateSlice(spec, PARAM, start, stop, hi[start:stop])
+            yield StateSlice(spec, "exp_avg", start, stop, state.exp_avg)
+            yield StateSlice(spec, "exp_avg_sq", start, stop, state.exp_avg_sq)
             if state.lo is not None:
-                reader.read("lo", param.name, first, last, state.lo[own])
-        self.applied_steps = reader.adam_step
-        return self.applied_steps
+                yield StateSlice(spec, "lo", start, stop, state.lo)
+        a, b = self._frozen_slice(spec)
+        if b > a:
+            yield StateSlice(spec, PARAM, a, b, hi[a:b])
+
+    def begin_save(self, directory: Path, places: TensorPlaces) -> None:
+        """Write our slices as they are now, into files that are there already. Later steps may be run meanwhile."""
+        assert self._saver is None, "a save is under way"
+        order = [op.block for op in build_step(self.layout.shape(1, True)).lanes[update_lane(self.actor)].ops]
+        order = list(dict.fromkeys([*order, *(block.index for block in self.spec.blocks)]))
+        self._saver = BlockSaver(self.slices, order, directory, places, self.applied_steps)
+
+    def poll_save(self) -> SaveReport | None:
+        """What was written, once the save has ended. May be asked before `begin_save` and while a step runs."""
+        report = self._saver.poll() if self._saver is not None else None
+        if report is not None:
+            self._saver = None
+        return report
+
+    def wait_save(self) -> SaveReport:
+        assert self._saver is not None
+        saver, self._saver = self._saver, None
+        return saver.wait()
+
+    def load(self, directory: Path, adam_step: int) -> None:
+        """Fill our slices from a checkpoint that any number of actors wrote. Raises DamagedCheckpoint."""
+        saved = SavedTensors(directory)
+        saved.fill(piece for block in self.spec.blocks for piece in self.slices(block.index))
+        self.applied_steps = adam_step
 
     def close(self) -> None:
+        if self._saver is not None:
+            self._saver.abandon()
         self.adam.close()
 
 

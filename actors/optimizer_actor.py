@@ -13,8 +13,10 @@ import ray
 from torch import Tensor
 
 from slideformer_ray.actors.adam_shard import AdamShard, UpdateStepResult
+from slideformer_ray.actors.block_saver import SaveReport
 from slideformer_ray.actors.lanes import StepInputs
 from slideformer_ray.actors.process import ActorReport, ActorSetup, attach_buffers, open_page, prepare_process
+from slideformer_ray.checkpoint_layout import TensorPlaces
 from slideformer_ray.machine import readable
 from slideformer_ray.memory.counters import CounterPage
 from slideformer_ray.memory.shared_buffer import SharedBuffer
@@ -47,11 +49,21 @@ class OptimizerActor:
     def master(self, name: str) -> tuple[int, np.ndarray]:
         return self.shard.master(name)
 
-    def save_states(self, directory: Path) -> list[str]:
-        return self.shard.save_states(directory)
+    def state(self, state: str, name: str) -> tuple[int, Tensor]:
+        return self.shard.state(state, name)
 
-    def load_states(self, directory: Path) -> int:
-        return self.shard.load_states(directory)
+    def begin_save(self, directory: Path, places: TensorPlaces) -> None:
+        self.shard.begin_save(directory, places)
+
+    def wait_save(self) -> SaveReport:
+        return self.shard.wait_save()
+
+    @ray.method(concurrency_group="ctl")
+    def poll_save(self) -> SaveReport | None:
+        return self.shard.poll_save()
+
+    def load(self, directory: Path, adam_step: int) -> None:
+        self.shard.load(directory, adam_step)
 
     @ray.method(concurrency_group="ctl")
     def report(self) -> ActorReport:

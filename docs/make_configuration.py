@@ -22,6 +22,8 @@ PAGE = Path(__file__).resolve().parent / "configuration.md"
 # Units of numbers, by the words that a field's name ends with; the first that fits counts.
 _UNITS = (
     ("gib", "GiB"),
+    ("minutes", "minutes"),
+    ("keep", "checkpoints"),
     ("timeout_s", "s"),
     ("seq_len", "tokens"),
     ("pad_to_multiple", "tokens"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slideformer_ray.checkpoint_layout import buffer_bytes
 from slideformer_ray.config import GIB, ConfigError, RunConfig
 from slideformer_ray.machine import Machine
 from slideformer_ray.memory.counters import CounterPage
@@ -385,13 +386,9 @@ class Draft:
         return sum(stop - start for start, stop in slices)
 
     def _save_peak(self, layout: RunLayout) -> int:
-        """A model is written out of the shared buffers, a tensor at a time, and takes nothing. States are written a
-        block at a time, which safetensors copies first (AdamShard.save_states), and read a parameter at a time
-        (load_states)."""
-        blocks = [b.trainable_numel for b in self.spec.blocks]
-        saving = max(blocks) * layout.private_bytes_per_parameter if self.config.checkpoint.save_every else 0
-        loading = max(blocks) * 4 if self.config.checkpoint.resume else 0
-        return max(saving, loading)
+        """Buffers between the actors' memory and the files (actors/slice_files.py), whatever the model."""
+        saving = self.config.checkpoint.enabled or self.config.checkpoint.resume != "none"
+        return buffer_bytes(layout.num_optimizer_actors) if saving else 0
 
 
 def working_bytes(spec: ModelSpec, intermediate_size: int, tokens: int, element_bytes: int) -> int:

@@ -26,8 +26,7 @@ import typer
 from slideformer_ray.config import GIB, ConfigError, RunConfig
 
 if TYPE_CHECKING:
-    from slideformer_ray.observe.metrics import Callback
-    from slideformer_ray.trainer import Summary
+    from slideformer_ray.trainer import Summary, Trainer
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
 
@@ -270,12 +269,13 @@ def _train(config: RunConfig, log_every: int, debug: bool) -> Summary:
 
     with _only_results_on_stdout(debug), progress_report(Console(stderr=True), log_every) as progress:
         try:
-            trainer = Trainer(config, callbacks=[ActorLines(), progress, _stop_between_steps()])
+            trainer = Trainer(config, callbacks=[ActorLines(), progress])
         except DoesNotFit as error:
             _say(*byte_lines(error.plan))
             raise
         _say(*start_lines(trainer), "starting the tiers ...")
-        return trainer.train()
+        with _interruptible(trainer):
+            return trainer.train()
 
 
 @contextmanager
@@ -326,6 +326,7 @@ def _exit_codes(debug: bool) -> Iterator[None]:
     """One message and the right exit code for every way in which a command can end."""
     _quieten(debug)
     _stops.clear()
+    _running.clear()
     # A shell's background job has Ctrl-C ignored, and stays so.
     heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, _interrupt) for number in heard}
@@ -342,40 +343,54 @@ def _exit_codes(debug: bool) -> Iterator[None]:
     except RuntimeError as error:
         if not _is_run_error(error):
             raise
-        _fail(str(error), FAILED, debug)
+        if not (_stops and _is_interrupted(error)):
+            _fail(str(error), FAILED, debug)
+        if signal.SIGTERM in _stops:
+            _fail(f"stopped by SIGTERM {error}", TERMINATED, debug)
+        _fail(f"stopped by Ctrl-C {error}", INTERRUPTED, debug)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-# Signals that asked the command to stop.
+# Signals that asked the command to stop, and the trainer that can end its steps and save first.
 _stops: list[int] = []
+_running: list[Trainer] = []
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
+def _interrupt(number: int, frame: object) -> None:
+    """The first signal lets the steps under way end and be saved; any other ends the command at once."""
     _stops.append(number)
+    if len(_stops) == 1 and _running and _running[0].interrupt():
+        _say("stopping after the steps that are under way; once more ends at once")
+        return
     # The one exception that comes out of Ray's calls as it went in: SystemExit would lose its code there.
     raise KeyboardInterrupt
 
 
-def _stop_between_steps() -> Callback:
-    """Python drops an exception that a signal raises inside a finalizer: then the run ends after its step."""
-    from slideformer_ray.observe.metrics import Callback
+@contextmanager
+def _interruptible(trainer: Trainer) -> Iterator[None]:
+    """While the trainer has steps under way, a signal ends those first."""
+    _running.append(trainer)
+    try:
+        yield
+    finally:
+        _running.remove(trainer)
 
-    class StopBetweenSteps(Callback):
-        def on_step(self, metrics: object) -> None:
-            if _stops:
-                raise KeyboardInterrupt
 
-    return StopBetweenSteps()
+def _is_interrupted(error: RuntimeError) -> bool:
+    from slideformer_ray.trainer import Interrupted
+
+    return isinstance(error, Interrupted)
 
 
 def _is_run_error(error: RuntimeError) -> bool:
     """Errors of a run that say all there is to say. Any other is a defect of ours, whose traceback is wanted."""
+    from slideformer_ray.checkpoint import SaveFailed
     from slideformer_ray.tiers import TierError
-    from slideformer_ray.trainer import TrainingDiverged
+    from slideformer_ray.trainer import Interrupted, TrainingDiverged
 
-    return isinstance(error, TierError | TrainingDiverged)
+    return isinstance(error, TierError | TrainingDiverged | SaveFailed | Interrupted)
 
 
 def _fail(message: str, code: int, debug: bool) -> NoReturn:

@@ -183,15 +183,49 @@ class PlacementSection(Section):
     )
 
 
+_RESUME_WORDS = ("auto", "none")
+
+
+def _resume_value(value: object) -> object:
+    if value in _RESUME_WORDS:
+        return value
+    if isinstance(value, str | Path):
+        return Path(value).expanduser().absolute()
+    raise ValueError(f"give auto, none or a checkpoint directory (found {value!r})")
+
+
 class CheckpointSection(Section):
-    save_every: NonNegativeInt = Field(0, description="Steps between training checkpoints; 0: none.")
-    resume: UserPath | None = Field(
-        None, description="A checkpoint directory (RUN/checkpoints/step-N) to continue from."
+    save_every: NonNegativeInt = Field(
+        0,
+        description="Steps between training checkpoints; 0: none after so many steps. With it or save_every_minutes, a "
+        "run that is stopped by SIGTERM or Ctrl-C saves, too.",
+    )
+    save_every_minutes: PositiveFloat | None = Field(
+        None, description="Minutes between training checkpoints, counted from the last one. null: no clock."
+    )
+    keep: PositiveInt | None = Field(
+        2,
+        description="Newest checkpoints that stay; older ones go once a new one is complete, so the disk holds one "
+        "more for a moment. null: all.",
+    )
+    on_save_error: Literal["continue", "stop"] = Field(
+        "continue",
+        description="When a checkpoint cannot be written (disk full, directory gone): go on without it, or end the "
+        "run. The complete ones stay in both.",
+    )
+    resume: Annotated[Literal["auto", "none"] | Path, BeforeValidator(_resume_value)] = Field(
+        "none",
+        description="auto: continue from the newest complete checkpoint in run_dir, or start when there is none. none: "
+        "start, and refuse a run_dir that holds checkpoints. Or a directory (RUN/checkpoints/step-N).",
     )
     shard_gib: PositiveFloat = Field(
-        1.0, description="Largest safetensors file, GiB. Costs no memory: a tensor at a time is written."
+        1.0, description="Largest safetensors file of the model, GiB. Costs no memory: files are written in pieces."
     )
     save_final: bool = Field(True, description="Write the final Hugging Face model directory to RUN/model.")
+
+    @property
+    def enabled(self) -> bool:
+        return self.save_every > 0 or self.save_every_minutes is not None
 
 
 class ObserveSection(Section):
@@ -323,7 +357,7 @@ def _anchor_paths(values: dict[str, Any], base: Path) -> None:
         owner: Any = values
         for section in sections:
             owner = owner.get(section) if isinstance(owner, dict) else None
-        if isinstance(owner, dict) and key in owner:
+        if isinstance(owner, dict) and key in owner and owner[key] not in _RESUME_WORDS:
             owner[key] = _anchored(owner[key], base)
 
 

@@ -107,7 +107,7 @@ def _host_mend(draft: Draft, plan: BytePlan) -> str:
         rows = _largest(config.training.rows_per_step - 1, lambda n: fits(_with_rows_per_step(draft, n)))
         if rows:
             mends.append(f"lower training.rows_per_step from {config.training.rows_per_step} to {rows}")
-    if config.checkpoint.save_every and fits(draft.changed("checkpoint", save_every=0)):
+    if config.checkpoint.enabled and fits(draft.changed("checkpoint", save_every=0, save_every_minutes=None)):
         mends.append("set checkpoint.save_every to 0")
     need = plan.host_bytes + plan.save_peak_bytes
     if fits(draft.changed("budget", ram_gib=None)):
@@ -131,22 +131,37 @@ def _shm_shortfall(draft: Draft, plan: BytePlan) -> str:
 
 
 def check_disk(config: RunConfig, plan: BytePlan) -> None:
-    """Refuse a run_dir that cannot be written, or whose disk cannot take the first checkpoint and the final model.
+    """Refuse a run_dir that cannot be written, or whose disk cannot take the checkpoints that stay, one more, and the
+    final model.
 
     Raises ConfigError.
     """
     directory = existing_part(config.run_dir)
     if not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
         raise ConfigError(f"run_dir: {directory} is no directory that this user may write in; give another run_dir")
-    need = (plan.disk_bytes if config.checkpoint.save_every else 0) + (
-        plan.model_bytes if config.checkpoint.save_final else 0
-    )
+    there = sum(1 for _ in (config.run_dir / "checkpoints").glob("step-*/COMPLETE"))
+    peak = checkpoints_at_peak(config)
+    model_bytes = plan.model_bytes if config.checkpoint.save_final else 0
+    need = max(0, peak - there) * plan.disk_bytes + model_bytes
     free = disk_free(config.run_dir)
     if need > free:
         raise ConfigError(
-            f"run_dir: the disk of {config.run_dir} has {readable(free)} free, a checkpoint and the final model need "
-            f"{readable(need)}; free space, give another run_dir, or set checkpoint.save_every to 0"
+            f"run_dir: the disk of {config.run_dir} has {readable(free)} free, up to {peak} checkpoints and the final "
+            f"model need {readable(need)}; free space, give another run_dir, lower checkpoint.keep "
+            f"({config.checkpoint.keep}), or set checkpoint.save_every to 0"
         )
+
+
+def checkpoints_at_peak(config: RunConfig) -> int:
+    """Checkpoints that the disk holds at the most: those that stay, and the new one until it is complete."""
+    saving, steps = config.checkpoint, config.training.steps
+    if not saving.enabled:
+        return 0
+    most = saving.keep + 1 if saving.keep else 1
+    if steps is None or saving.save_every_minutes is not None:
+        return most
+    planned = max(1, steps // saving.save_every)
+    return min(most, planned) if saving.keep else planned
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -8,7 +8,7 @@ Tested by tests/test_tiers.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from contextlib import suppress
@@ -21,10 +21,12 @@ import torch
 from transformers import PretrainedConfig
 
 from slideformer_ray.actors.adam_shard import UpdateStepResult
+from slideformer_ray.actors.block_saver import SaveReport
 from slideformer_ray.actors.lanes import LaneError, StepInputs, counter_base
 from slideformer_ray.actors.process import ActorReport, ActorSetup, open_page
 from slideformer_ray.actors.sliding_window import GpuStepResult
 from slideformer_ray.budget import BATCH_ROWS, BytePlan
+from slideformer_ray.checkpoint_layout import TensorPlaces
 from slideformer_ray.config import RunConfig
 from slideformer_ray.memory import pinning
 from slideformer_ray.memory.counters import Aborted, CounterPage
@@ -172,14 +174,32 @@ class Tiers:
         slot = next(op.grad_slot for op in plan.ops if op.kind == "download_gradient" and op.block == block)
         return self.buffers[f"grad.{slot}"].tensor(layout.dtype)
 
-    def save_states(self, directory: Path) -> None:
-        self.all_optimizers("save_states", directory)
+    def state(self, state: str, name: str) -> torch.Tensor:
+        """A trained parameter's "exp_avg", "exp_avg_sq" or "lo", whole, flat. For checking; not in a step."""
+        pieces = [piece for piece in self.all_optimizers("state", state, name) if piece[1].numel()]
+        return torch.cat([values for _, values in sorted(pieces, key=lambda piece: piece[0])])
 
-    def load_states(self, directory: Path) -> int:
-        """Returns the restored Adam step, which all actors agree on."""
-        steps = set(self.all_optimizers("load_states", directory))
-        assert len(steps) == 1
-        return steps.pop()
+    def begin_save(self, directory: Path, places: TensorPlaces) -> list[Any]:
+        """Every optimizer actor writes its slices as they are after the steps submitted so far; returns at once.
+
+        What comes back is for `wait_saves`.
+        """
+        return [
+            self._call_optimizer(k, "begin_save", directory, places) for k in range(self.layout.num_optimizer_actors)
+        ]
+
+    def poll_save(self, actor: int) -> SaveReport | None:
+        """An actor's report, once it has written all. May be asked while steps run."""
+        raise NotImplementedError
+
+    def wait_saves(self, begun: list[Any], actors: Sequence[int]) -> list[SaveReport]:
+        """Wait until these actors have ended their steps and their save."""
+        self._wait(begun, None)
+        return self._wait([self._call_optimizer(k, "wait_save") for k in actors], None)
+
+    def load_checkpoint(self, directory: Path, adam_step: int) -> None:
+        """Fill parameters, masters and Adam states from a checkpoint; every actor reads its own slices."""
+        self.all_optimizers("load", directory, adam_step)
 
     def save_model(self, out_dir: Path) -> None:
         self._wait([self._call_storage("save_model", out_dir)], None)
@@ -256,6 +276,9 @@ class LocalTiers(Tiers):
         if method in self._more:
             return queue.submit(self._more[method], shard, *args)
         return queue.submit(getattr(shard, method), *args)
+
+    def poll_save(self, actor: int) -> SaveReport | None:
+        return self.shards[actor].poll_save()
 
     def _call_storage(self, method: str, *args: Any) -> Future:
         return self._queues[-1].submit({"save_model": self.files.save, "check_model": self.files.check}[method], *args)
@@ -351,6 +374,9 @@ class RayTiers(Tiers):
 
     def _call_optimizer(self, actor: int, method: str, *args: Any) -> Any:
         return _named(self._actors[f"optimizer actor {actor}"], method, args).remote(*args)
+
+    def poll_save(self, actor: int) -> SaveReport | None:
+        return self._wait([self._call_optimizer(actor, "poll_save")], None)[0]
 
     def _call_storage(self, method: str, *args: Any) -> Any:
         return getattr(self._actors["storage actor"], method).remote(*args)

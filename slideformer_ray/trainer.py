@@ -22,13 +22,14 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slideformer_ray.actors.lanes import StepInputs
 from slideformer_ray.actors.process import ActorReport
 from slideformer_ray.budget import NUM_BATCH_BUFFERS, BytePlan, Machine, resolve
-from slideformer_ray.checkpoint import CheckpointDoesNotFit, check_checkpoint, load_checkpoint, save_checkpoint
+from slideformer_ray.checkpoint import CheckpointWriter, SaveFailed, remove_remains
 from slideformer_ray.config import ConfigError, RunConfig
 from slideformer_ray.data.batches import DataSet, StepBatch
 from slideformer_ray.durable import fsync_path
@@ -40,6 +41,9 @@ from slideformer_ray.model.weights import WeightFiles
 from slideformer_ray.observe.callbacks import configured_callbacks
 from slideformer_ray.observe.memory import anonymous_bytes, process_tree
 from slideformer_ray.observe.metrics import Callback, EvalMetrics, MetricsFile, StepMetrics, to_json
+from slideformer_ray.observe.report import version_numbers
+from slideformer_ray.resume import check_tensors, find_source, read_checkpoint, rows_digest
+from slideformer_ray.run_lock import run_lock
 from slideformer_ray.shortfalls import check_disk
 from slideformer_ray.tiers import LocalTiers, PendingStep, RayTiers, StepReport, TierError, Tiers
 
@@ -52,6 +56,10 @@ _MEMORY_EVERY_SECONDS = 2.0
 # Steps submitted and not gathered: one at work and one waiting behind it, so that no actor waits for the driver.
 STEPS_AHEAD = 2
 assert STEPS_AHEAD < NUM_BATCH_BUFFERS
+
+
+class Interrupted(RuntimeError):
+    """The run ended as `Trainer.interrupt` asked; the message says after which step, and what was saved."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -74,6 +82,7 @@ class Summary:
     peak_gpu_bytes: int
     spilled_bytes: int
     model_dir: str | None
+    failed_saves: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,28 +108,31 @@ class Trainer:
         self.config, self.local = config, local
         self.machine = machine or Machine.read(config.placement.device)
         self.hf_config = load_hf_config(config.model.path)
-        with_weights = bool(config.checkpoint.resume) or not config.model.random_init
+        self.resume_from = find_source(config)
+        self.resumed = read_checkpoint(self.resume_from, config) if self.resume_from else None
         self.spec = describe_model(self.hf_config, config.model.frozen)
         if config.checkpoint.save_final:
-            check_final_model_dir(config)
-        self.resumed = check_checkpoint(config.checkpoint.resume, config) if config.checkpoint.resume else None
+            check_final_model_dir(config, self.resume_from)
         self.plan: BytePlan = resolve(config, self.spec, self.hf_config.intermediate_size, self.machine, local=local)
         check_disk(config, self.plan)
-        if with_weights:
-            with WeightFiles(self._weights_dir()) as files:
+        if self.resume_from is not None:
+            check_tensors(self.resume_from, self.spec, config)
+        elif not config.model.random_init:
+            with WeightFiles(config.model.path) as files:
                 files.check(self.spec)
         self.tokenizer = load_tokenizer(config.model.path)
         self.data = DataSet.load(config, self.tokenizer)
         check_vocabulary(self.data, self.spec, config)
-        if self.resumed and self.resumed.get("train_rows", len(self.data.train)) != len(self.data.train):
+        self._rows = rows_digest(self.data.train)
+        if self.resumed and self.resumed.training["rows"] != self._rows:
             raise ConfigError(
-                f"checkpoint.resume: {config.checkpoint.resume} was trained on {self.resumed['train_rows']} rows, "
-                f"data.train gives {len(self.data.train)}; the next step would train other rows: give the same files"
+                f"checkpoint.resume: {self.resume_from} was trained on {self.resumed.training['rows']}, data.train "
+                f"gives {self._rows}; the next step would train other rows: give the same files"
             )
         check_schedule(self.data.num_steps, config.optimizer.warmup_steps)
-        if self.resumed and self.resumed["steps_done"] > self.data.num_steps:
+        if self.resumed and self.resumed.steps_done > self.data.num_steps:
             raise ConfigError(
-                f"checkpoint.resume: {config.checkpoint.resume} is of step {self.resumed['steps_done']}, the run has "
+                f"checkpoint.resume: {self.resume_from} is of step {self.resumed.steps_done}, the run has "
                 f"{self.data.num_steps} steps; raise training.steps (or epochs)"
             )
         self.callbacks: list[Callback] = [
@@ -135,22 +147,26 @@ class Trainer:
     def _begin(self) -> None:
         """What one run counts; `train` may be called again, and starts anew."""
         self._next_batch: StepBatch | None = None  # of the step after the last one submitted
-        self._last_checkpoint = self.config.checkpoint.resume  # complete, to the best of this run's knowledge
+        self._last_checkpoint = self.resume_from  # complete, to the best of this run's knowledge
+        self._saved_at = time.monotonic()  # the last checkpoint, or the start
+        self._failed_saves = 0
         self._train_steps = 0  # submitted in this process: where the shared counters stand
         self._steps_done = 0  # of the whole training, those before a resumed checkpoint included
-        self._stopping = False
+        self._stopping, self._interrupted = False, False
+        self._stepping = False
         self._peak_rate: float | None = None  # None: optimizer.learning_rate
         self._last_eval: tuple[int, float | None] = (-1, None)  # steps done before it, loss
         self._peak_host_bytes, self._memory_read_at = 0, 0.0
         self._peak_gpu_bytes = 0
         self._skipped_in_a_row, self._skipped = 0, 0
-        self._applied_steps = 0
+        if self.resumed:
+            saved = self.resumed.training
+            self._skipped_in_a_row = saved["skipped_in_a_row"]
+            if saved["config"]["optimizer"]["learning_rate"] == self.config.optimizer.learning_rate:
+                self._peak_rate = saved["peak_learning_rate"]
         self._step_seconds: list[float] = []
         self._tokens = 0
         self._last_end = 0.0
-
-    def _weights_dir(self) -> Path:
-        return self.config.checkpoint.resume / "model" if self.config.checkpoint.resume else self.config.model.path
 
     # ------------------------------------------------------------------------------------------------------ the run
 
@@ -177,7 +193,8 @@ class Trainer:
         `break` or an error, ends the run as it stands: every process is ended, and no model is written.
         """
         try:
-            yield from self._fit()
+            with run_lock(self.config.run_dir):
+                yield from self._fit()
         finally:
             for callback in self.callbacks:
                 callback.close()
@@ -185,7 +202,10 @@ class Trainer:
     def _fit(self) -> Iterator[StepMetrics]:
         config = self.config
         self._begin()
-        config.run_dir.mkdir(parents=True, exist_ok=True)
+        for path in remove_remains(config.run_dir):
+            log.warning("%s: removed: its save did not end", path)
+        if find_source(config) != self.resume_from:
+            raise ConfigError(f"run_dir: {config.run_dir}: another run has written checkpoints meanwhile; start again")
         (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
         started = time.perf_counter()
         make_tiers = LocalTiers if self.local else RayTiers
@@ -199,9 +219,14 @@ class Trainer:
                 callback.on_start(self.data.num_steps, first)
             first_eval = self.evaluate(tiers, first)
             last = math.nan
+            self._writer = CheckpointWriter(config, self.spec, tiers)
+            self._stepping = True
             for metrics in self._run_steps(tiers, first):
                 last = metrics.loss
                 yield metrics
+            self._stepping = False
+            if self._interrupted:
+                self._end_interrupted()
             if self._last_eval[0] != self._steps_done:
                 self.evaluate(tiers, self._steps_done)
             model_dir = config.run_dir / "model" if config.checkpoint.save_final else None
@@ -224,6 +249,7 @@ class Trainer:
             peak_gpu_bytes=self._peak_gpu_bytes,
             spilled_bytes=spilled,
             model_dir=str(model_dir) if model_dir else None,
+            failed_saves=self._failed_saves,
         )
         (config.run_dir / "summary.json").write_text(to_json(dataclasses.asdict(summary), indent=1) + "\n")
         self.summary = summary
@@ -234,11 +260,20 @@ class Trainer:
         """Make the steps that are under way the last ones of the run, which then ends as always. From any thread."""
         self._stopping = True
 
+    def interrupt(self) -> bool:
+        """Make the steps that are under way the last ones, save, and raise Interrupted; from a signal handler, say.
+
+        The run then ends without evaluation, final model and summary. False: no step is under way yet, or any more.
+        """
+        if self._stepping:
+            self._stopping = self._interrupted = True
+        return self._stepping
+
     def set_learning_rate(self, peak: float) -> None:
         """Put `peak` in the place of `optimizer.learning_rate`, from the next step that is submitted on.
 
         The schedule's shape stays. Called for step n of `fit`, it acts on step n + 2, for n + 1 is under way;
-        `StepMetrics.learning_rate` says what each step had. A checkpoint does not hold it.
+        `StepMetrics.learning_rate` says what each step had. A checkpoint holds it.
         """
         if not (math.isfinite(peak) and peak >= 0):
             raise ValueError(f"set_learning_rate: the rate must be a finite number of at least 0, found {peak}")
@@ -262,13 +297,12 @@ class Trainer:
         if self.resumed is None:
             tiers.load_weights(None if self.config.model.random_init else self.config.model.path)
             return 0
-        assert self.config.checkpoint.resume is not None
-        load_checkpoint(tiers, self.config.checkpoint.resume)
-        return int(self.resumed["steps_done"])
+        tiers.load_checkpoint(self.resumed.path, self.resumed.adam_step)
+        return self.resumed.steps_done
 
     def _run_steps(self, tiers: Tiers, first: int) -> Iterator[StepMetrics]:
         """All steps from `first`. One step is always submitted ahead, so that no actor waits for the driver."""
-        total, training, saving = self.data.num_steps, self.config.training, self.config.checkpoint
+        total, training = self.data.num_steps, self.config.training
         ahead: deque[_Submitted] = deque()
         self._last_end = time.perf_counter()
         for step in range(first, total):
@@ -281,24 +315,59 @@ class Trainer:
             evaluates = (
                 bool(self.data.eval) and training.eval_every > 0 and done % training.eval_every == 0 and done < total
             )
-            saves = saving.save_every > 0 and done % saving.save_every == 0
+            saves = self._save_is_due(done)
             if evaluates or saves or done == total:
                 while ahead:
                     yield self._finish(tiers, ahead.popleft())
                 if evaluates:
                     self.evaluate(tiers, done)
                 if saves:
-                    self._save(tiers, done)
+                    self._save(done)
                 self._last_end = time.perf_counter()
         while ahead:  # stopped
             yield self._finish(tiers, ahead.popleft())
 
-    def _save(self, tiers: Tiers, done: int) -> None:
-        """A disk that has filled up costs the checkpoint, not the run."""
+    def _save_is_due(self, done: int) -> bool:
+        saving = self.config.checkpoint
+        minutes = saving.save_every_minutes
+        by_clock = minutes is not None and time.monotonic() - self._saved_at >= minutes * 60
+        return by_clock or (saving.save_every > 0 and done % saving.save_every == 0)
+
+    def _save(self, done: int) -> None:
+        """Save the state after `done` steps, which have all been gathered."""
+        self._saved_at = time.monotonic()
         try:
-            self._last_checkpoint = save_checkpoint(tiers, self.config, done, self._applied_steps, len(self.data.train))
-        except CheckpointDoesNotFit as error:
+            self._writer.begin(done)
+            saved = self._writer.finish(self._training_state())
+            assert saved is not None
+            self._last_checkpoint = saved.path
+        except SaveFailed as error:
+            self._failed_saves += 1
+            if self.config.checkpoint.on_save_error == "stop":
+                raise
             log.warning("no checkpoint of step %d: %s", done, error)
+
+    def _training_state(self) -> dict[str, Any]:
+        """What a resumed run needs beside tensors. No generator's state: every draw is a function of seed and step."""
+        return {
+            "rows": self._rows,
+            "data_position": self._steps_done * self.config.training.rows_per_step,
+            "peak_learning_rate": self._peak_rate,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "config": self.config.model_dump(mode="json"),
+            "versions": version_numbers(),
+        }
+
+    def _end_interrupted(self) -> None:
+        """Save, if the run saves at all, and raise Interrupted."""
+        done = self._steps_done
+        if self.config.checkpoint.enabled and (
+            self._last_checkpoint is None or self._last_checkpoint.name != f"step-{done}"
+        ):
+            self._save(done)
+        saved = self._last_checkpoint
+        way = f"; {saved} is saved: continue with checkpoint.resume=auto" if saved else "; nothing is saved"
+        raise Interrupted(f"after step {done - 1}{way}")
 
     def _submit(self, tiers: Tiers, step: int) -> _Submitted:
         batch = self._next_batch or self.data.step_batch(step)
@@ -345,7 +414,6 @@ class Trainer:
 
     def _count(self, step: int, report: StepReport) -> None:
         self._peak_gpu_bytes = max(self._peak_gpu_bytes, report.gpu.peak_gpu_bytes)
-        self._applied_steps = report.updates[0].applied_steps
         if not report.gpu.skipped:
             self._skipped_in_a_row = 0
             return
@@ -439,10 +507,10 @@ def check_vocabulary(data: DataSet, spec: ModelSpec, config: RunConfig) -> None:
 FINAL_MODEL_MARK = ".written_by_slideformer_ray"
 
 
-def check_final_model_dir(config: RunConfig) -> None:
+def check_final_model_dir(config: RunConfig, resume_from: Path | None) -> None:
     """RUN/model must not be where the run reads its weights, nor something that no run wrote. Raises ConfigError."""
     model_dir = config.run_dir / "model"
-    sources = [config.model.path] + ([config.checkpoint.resume / "model"] if config.checkpoint.resume else [])
+    sources = [config.model.path, *([resume_from / "model"] if resume_from else [])]
     if any(model_dir.resolve() == source.resolve() for source in sources):
         raise ConfigError(
             f"run_dir: {config.run_dir}: the final model would replace the one that the run starts from, {model_dir}; "

@@ -34,10 +34,8 @@ import gc
 import json
 import math
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -45,7 +43,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slideformer_ray.actors.state_files import StateReader
 from slideformer_ray.budget import resolve, working_bytes
 from slideformer_ray.config import ConfigError, RunConfig
 from slideformer_ray.data.batches import DataSet, StepBatch
@@ -141,7 +138,7 @@ def proof_config(config: RunConfig, steps: int, precision: Precision, max_grad_n
         optimizer=optimizer,
         training=training,
         placement=placement,
-        checkpoint={"resume": None},
+        checkpoint={"resume": "none"},
         debug={"poison_freed_slots": True},
     )
 
@@ -488,19 +485,13 @@ class Proof:
 
     def _states(self, tiers: Tiers, precision: Precision) -> dict[str, Tensor]:
         """exp_avg and exp_avg_sq of every trained parameter, whole, and lo where masters are split."""
-        kinds = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32} | (
-            {"lo": torch.int16} if precision == "bf16" else {}
-        )
-        found = {}
-        with tempfile.TemporaryDirectory(prefix="slideformer-verify-") as directory:
-            tiers.save_states(Path(directory))
-            reader = StateReader(Path(directory))
-            for block in self.spec.blocks:
-                for param in block.params:
-                    for kind, dtype in kinds.items() if not param.frozen else ():
-                        tensor = found[f"{kind} of {param.name}"] = torch.empty(param.numel, dtype=dtype)
-                        reader.read(kind, param.name, 0, param.numel, tensor)
-        return found
+        kinds = ("exp_avg", "exp_avg_sq", *(("lo",) if precision == "bf16" else ()))
+        return {
+            f"{kind} of {param.name}": tiers.state(kind, param.name)
+            for block in self.spec.blocks
+            for param in block.params
+            for kind in (kinds if not param.frozen else ())
+        }
 
     # ------------------------------------------------------------------------------------------------------- reference
 

@@ -56,7 +56,6 @@ def slow_down(tiers: LocalTiers, kinds: Iterable[str], seconds: float = SECONDS)
 def train(
     model: Path,
     batches: list[StepBatch],
-    directory: Path,
     *,
     slow: Iterable[str] = (),
     seconds: float = SECONDS,
@@ -67,7 +66,7 @@ def train(
     config = make_config(model, **{"rows": rows, **changes})
     with open_tiers(config) as tiers:
         slow_down(tiers, slow, seconds)
-        return state_of(tiers, run_steps(tiers, batches), directory)
+        return state_of(tiers, run_steps(tiers, batches))
 
 
 def change_gpu_plan(monkeypatch: pytest.MonkeyPatch, edit: Callable[[Op], Op]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from slideformer_ray.budget import Machine, resolve
+from slideformer_ray.checkpoint import CheckpointWriter
 from slideformer_ray.config import RunConfig
 from slideformer_ray.data.batches import MicroBatch, StepBatch
 from slideformer_ray.model.layers import describe_model, load_hf_config
@@ -133,24 +136,33 @@ class State:
         return [name for name, tensor in self.tensors.items() if not torch.equal(tensor, other.tensors[name])]
 
 
-def state_of(tiers: Tiers, reports: list[StepReport], directory: Path) -> State:
-    """Masters as seen from outside, and the saved states, put together from however many actors."""
-    from slideformer_ray.actors.state_files import StateReader
-
-    directory.mkdir(parents=True, exist_ok=True)
-    tiers.save_states(directory)
-    reader = StateReader(directory)
+def state_of(tiers: Tiers, reports: list[StepReport]) -> State:
+    """Masters and moments as seen from outside, put together from however many actors."""
     tensors = {}
-    for block in tiers.spec.blocks:
-        for param in block.params:
-            if param.frozen:
-                continue
-            tensors[f"master {param.name}"] = tiers.master(param.name)
-            for state in ("exp_avg", "exp_avg_sq"):
-                out = torch.empty(param.numel)
-                reader.read(state, param.name, 0, param.numel, out)
-                tensors[f"{state} {param.name}"] = out
+    for param in (p for block in tiers.spec.blocks for p in block.params if not p.frozen):
+        tensors[f"master {param.name}"] = tiers.master(param.name)
+        for state in ("exp_avg", "exp_avg_sq"):
+            tensors[f"{state} {param.name}"] = tiers.state(state, param.name)
     return State(tensors, [r.gpu.loss for r in reports], [r.gpu.grad_norm for r in reports])
+
+
+def save(tiers: Any, config: RunConfig, steps_done: int) -> Path:
+    """A complete checkpoint of what the tiers hold, between two steps."""
+    writer = CheckpointWriter(config, tiers.spec, tiers)
+    writer.begin(steps_done)
+    return writer.finish({}).path
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its key, as the library reads them."""
+    files = sorted(checkpoint.rglob("*.safetensors"))
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose bits are not the same."""
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -1,27 +1,32 @@
-"""Saving and resuming: the same bits as the run that never stopped, and no half-written checkpoint is ever resumed."""
+"""Saving and resuming: the same bits as the run that never stopped, and no half-written checkpoint is ever resumed.
 
+A crash at each write, fsync and rename: tests/test_checkpoint_crashes.py; what may be resumed: tests/test_resume.py.
+"""
+
+import errno
+import itertools
 import json
+import os
+import re
 import shutil
+import threading
 
 import pytest
 import torch
+from pipeline import differing, saved_tensors
 from recorded_run import Record, small_config
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slideformer_ray import checkpoint
-from slideformer_ray.actors.state_files import StateError, StateReader
-from slideformer_ray.checkpoint import checkpoint_dir
+from slideformer_ray.checkpoint import SaveFailed, checkpoint_dir, complete_checkpoints
 from slideformer_ray.config import ConfigError
-from slideformer_ray.model.layers import describe_model, load_hf_config
 from slideformer_ray.tiers import LocalTiers
-from slideformer_ray.trainer import Trainer
+from slideformer_ray.trainer import Interrupted, Trainer
 
 STEPS, SAVED_AT = 8, 4
-DTYPES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "lo": torch.int16}
 
 
-def run(directory, **changes):
+def run(directory, callbacks=(), **changes):
     """A run as threads, 12 training rows: each epoch of three steps has its own order."""
     directory.mkdir(exist_ok=True)
     fixed = {"training__steps": STEPS, "checkpoint__save_every": SAVED_AT, "checkpoint__save_final": False}
@@ -29,27 +34,15 @@ def run(directory, **changes):
         fixed["optimizer__warmup_steps"] = 0
     record = Record()
     record.config = small_config(directory, num_rows=14, **{**fixed, **changes})
-    record.trainer = Trainer(record.config, callbacks=[record], local=True)
+    record.trainer = Trainer(record.config, callbacks=[record, *callbacks], local=True)
     record.summary = record.trainer.train()
     return record
 
 
-def bits_of(saved, precision="bf16"):
-    """Model and states of a checkpoint, whole parameters, from however many actors' files."""
-    reader = StateReader(saved / "state")
-    found = dict(load_file(saved / "model" / "model.safetensors"))
-    spec = describe_model(load_hf_config(saved / "model"))
-    for param in (p for block in spec.blocks for p in block.params):
-        for state, dtype in DTYPES.items():
-            if state != "lo" or precision == "bf16":
-                found[f"{state} {param.name}"] = out = torch.empty(param.numel, dtype=dtype)
-                reader.read(state, param.name, 0, param.numel, out)
-    return found | {"adam step": torch.tensor(reader.adam_step)}
-
-
-def differing(found, wanted):
-    assert found.keys() == wanted.keys()
-    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+def bits_of(saved):
+    """Model, states and Adam's step of a checkpoint."""
+    training = json.loads((saved / "training.json").read_text())
+    return saved_tensors(saved) | {"adam step": torch.tensor(training["adam_step"])}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +84,7 @@ def test_a_resumed_fp32_run_has_the_bits_of_the_straight_one(tmp_path):
     source = checkpoint_dir(whole.config.run_dir, SAVED_AT)
     resumed = run(tmp_path / "resumed", checkpoint__resume=source, **changes)
     assert [m.loss for m in resumed.steps] == [m.loss for m in whole.steps[SAVED_AT:]]
-    ends = [bits_of(checkpoint_dir(r.config.run_dir, STEPS), "fp32") for r in (resumed, whole)]
+    ends = [bits_of(checkpoint_dir(r.config.run_dir, STEPS)) for r in (resumed, whole)]
     assert differing(*ends) == []
 
 
@@ -110,89 +103,35 @@ def test_a_run_that_was_done_has_nothing_to_resume(tmp_path, straight):
     assert resumed.steps == [] and resumed.evals == [straight.evals[-1]]
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
+def test_auto_continues_the_newest_or_starts(tmp_path, straight):
+    """The same command, whether the run is new, was killed or is done (`rerun until it ends`)."""
+    first = run(tmp_path, training__steps=STEPS, checkpoint__resume="auto")
+    assert [m.loss for m in first.steps] == [m.loss for m in straight.steps]
+    shutil.rmtree(checkpoint_dir(first.config.run_dir, STEPS))
+    second = run(tmp_path, training__steps=STEPS, checkpoint__resume="auto")
+    assert [m.step for m in second.steps] == list(range(SAVED_AT, STEPS))
+    ends = [bits_of(checkpoint_dir(r.config.run_dir, STEPS)) for r in (second, straight)]
+    assert differing(*ends) == []
 
 
-@pytest.fixture
-def copy(tmp_path, saved):
-    """A checkpoint to spoil."""
-    return shutil.copytree(saved, tmp_path / "step-4")
+def test_a_rate_that_was_set_is_resumed(tmp_path, straight, saved):
+    """`set_learning_rate` is part of the run's state, unless the config's own rate was changed."""
 
+    class Slower(Record):
+        def on_step(self, metrics):
+            if metrics.step == 0:
+                self.trainer.set_learning_rate(1e-4)
 
-def resume(tmp_path, path, **changes):
-    return Trainer(small_config(tmp_path, num_rows=14, checkpoint__resume=path, **changes), local=True)
-
-
-def test_an_incomplete_checkpoint_is_refused(tmp_path, copy):
-    """Everything is there but the marker: the save did not end."""
-    (copy / "COMPLETE").unlink()
-    with pytest.raises(ConfigError, match=r"checkpoint.resume: \S+step-4 has no COMPLETE marker"):
-        resume(tmp_path, copy)
-
-
-def test_another_precision_is_refused(tmp_path, copy):
-    """In fp32 there would be no remainder to make the masters from."""
-    with pytest.raises(ConfigError, match="saved with training.precision bf16, this config has fp32"):
-        resume(tmp_path, copy, training__precision="fp32")
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"training__seed": 7}, "saved with training.seed 0, this config has 7; set it to 0"),
-        ({"training__rows_per_step": 6}, "saved with training.rows_per_step 4, this config has 6"),
-        ({"model__frozen": ["model.norm.*"]}, r"saved with model.frozen \[\], this config has \['model.norm"),
-    ],
-)
-def test_a_resume_that_would_train_something_else_is_refused(tmp_path, copy, changes, message):
-    """With another seed or batch the next step's rows are others; a newly frozen parameter would lose its remainder."""
-    with pytest.raises(ConfigError, match=message):
-        resume(tmp_path, copy, **changes)
-
-
-def test_a_resume_on_other_rows_is_refused(tmp_path, copy):
-    """The order is over the number of rows: with one more, every row comes at another step."""
-    config = small_config(tmp_path, num_rows=15, checkpoint__resume=copy)
-    with pytest.raises(ConfigError, match="was trained on 12 rows, data.train gives 13"):
-        Trainer(config, local=True)
-
-
-def test_a_torn_training_json_is_refused_by_name(tmp_path, copy):
-    """Half a file is one line that names it, not a parser's error."""
-    path = copy / "training.json"
-    path.write_text(path.read_text()[:40])
-    with pytest.raises(ConfigError, match=r"checkpoint.resume: \S+training.json is torn \(JSONDecodeError"):
-        resume(tmp_path, copy)
-
-
-def test_a_checkpoint_beyond_the_run_is_refused(tmp_path, copy):
-    """Four steps are done, three were asked for."""
-    with pytest.raises(ConfigError, match="step-4 is of step 4, the run has 3 steps"):
-        resume(tmp_path, copy, training__steps=3)
-
-
-def test_a_torn_state_file_is_refused_by_name(tmp_path, copy):
-    """A user's matter (ValueError, exit 2), found before anything is started."""
-    torn = copy / "state" / "actor-1.layer.2.safetensors"
-    torn.write_bytes(torn.read_bytes()[:-10])
-    with pytest.raises(StateError, match=r"actor-1.layer.2.safetensors: not a readable state file .* torn"):
-        resume(tmp_path, copy)
-    assert isinstance(StateError(""), ValueError)
-
-
-def test_a_lost_state_file_is_refused(tmp_path, copy):
-    """Its part is never left at zero: bias correction and moments would be wrong in silence."""
-    (copy / "state" / "actor-0.layer.1.safetensors").unlink()
-    trainer = resume(tmp_path, copy)
-    with pytest.raises(StateError, match=r"of model.layers.1.\S+ ends at element 0, .* lost a file"):
-        trainer.train()
-
-
-def test_a_torn_model_file_is_refused_by_name(tmp_path, copy):
-    shard = copy / "model" / "model.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"step-4/model/model.safetensors: torn"):
-        resume(tmp_path, copy)
+    slower = Slower()
+    config = small_config(tmp_path, num_rows=14, training__steps=6, checkpoint__save_every=4)
+    slower.trainer = Trainer(config, callbacks=[slower, record := Record()], local=True)
+    slower.trainer.train()
+    source = checkpoint_dir(config.run_dir, SAVED_AT)
+    shutil.rmtree(config.run_dir / "model")
+    goes_on = run(tmp_path / "same", checkpoint__resume=source, training__steps=6)
+    assert [m.learning_rate for m in goes_on.steps] == [m.learning_rate for m in record.steps[SAVED_AT:]]
+    changed = run(tmp_path / "new", checkpoint__resume=source, training__steps=6, optimizer__learning_rate=1e-3)
+    assert changed.steps[0].learning_rate == pytest.approx(10 * goes_on.steps[0].learning_rate)
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
@@ -203,81 +142,151 @@ def test_a_checkpoint_says_what_it_is(straight, saved):
     state = json.loads((saved / "training.json").read_text())
     assert (state["steps_done"], state["adam_step"]) == (SAVED_AT, SAVED_AT)
     assert state["config"] == straight.config.model_dump(mode="json")
-    assert set(state["versions"]) == {"slideformer_ray", "torch", "transformers", "ray"}
+    assert set(state["versions"]) == {"slideformer_ray", "torch", "transformers", "ray", "Python"}
     AutoModelForCausalLM.from_pretrained(saved / "model")
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step-4", "step-8"]
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing after it runs."""
+def test_old_checkpoints_go_when_the_new_one_is_complete(tmp_path):
+    """`keep` is honoured, the newest stay (open_lm #154, ms-swift #6392)."""
+    record = run(tmp_path, training__steps=5, checkpoint__save_every=1, checkpoint__keep=2)
+    directory = record.config.run_dir / "checkpoints"
+    assert sorted(path.name for path in directory.iterdir()) == ["step-4", "step-5"]
 
 
-PHASES = {
-    "model": (LocalTiers, "save_model"),
-    "states": (LocalTiers, "save_states"),
-    "training.json": (checkpoint, "_write_json"),
-    "rename": (checkpoint.Path, "rename"),
+def test_all_are_kept_when_asked(tmp_path):
+    record = run(tmp_path, training__steps=4, checkpoint__save_every=1, checkpoint__keep=None)
+    assert [step for step, _ in complete_checkpoints(record.config.run_dir)] == [1, 2, 3, 4]
+
+
+def test_a_clock_saves_too(tmp_path):
+    """`save_every_minutes` counts from the last checkpoint; a tiny one is due after each step."""
+    by_clock = {"checkpoint__save_every": 0, "checkpoint__save_every_minutes": 1e-9}
+    record = run(tmp_path, training__steps=3, checkpoint__keep=None, **by_clock)
+    assert [step for step, _ in complete_checkpoints(record.config.run_dir)] == [1, 2, 3]
+
+
+def test_an_interrupted_run_saves_after_its_steps(tmp_path, straight):
+    """SIGTERM or Ctrl-C: the steps under way end and are saved; going on gives the straight run's bits."""
+
+    class Interrupts(Record):
+        def on_step(self, metrics):
+            super().on_step(metrics)
+            if metrics.step == 1:
+                assert self.trainer.interrupt()
+
+    record = Interrupts()
+    config = small_config(tmp_path, num_rows=14, training__steps=STEPS, checkpoint__save_every=100)
+    record.trainer = Trainer(config, callbacks=[record], local=True)
+    assert not record.trainer.interrupt()  # no step is under way
+    with pytest.raises(Interrupted, match=r"after step 2; \S+step-3 is saved: continue with checkpoint.resume=auto"):
+        record.trainer.train()
+    assert not (config.run_dir / "model").exists() and [m.step for m in record.steps] == [0, 1, 2]
+    resumed = run(tmp_path, checkpoint__resume="auto", checkpoint__save_every=STEPS)
+    assert [m.loss for m in record.steps + resumed.steps] == [m.loss for m in straight.steps]
+    ends = [bits_of(checkpoint_dir(r.config.run_dir, STEPS)) for r in (resumed, straight)]
+    assert differing(*ends) == []
+
+
+# ------------------------------------------------------------------------------------------------------ saves that fail
+
+
+def fails_at(monkeypatch, name, number):
+    """The named function of `os` raises from now on, as a disk or a directory that has gone would."""
+
+    def failing(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, failing)
+
+
+def spoil_second_save(monkeypatch, spoil):
+    """Calls spoil(directory of the second save) once its files are laid out and before they are written."""
+    begin_save, saves = LocalTiers.begin_save, itertools.count(1)
+
+    def spoiled(tiers, directory, places):
+        if next(saves) == 2:
+            spoil(directory)
+        return begin_save(tiers, directory, places)
+
+    monkeypatch.setattr(LocalTiers, "begin_save", spoiled)
+
+
+SPOILED = {
+    "disk full": (lambda m: lambda directory: fails_at(m, "pwrite", errno.ENOSPC), "No space left on device"),
+    "directory gone": (lambda m: lambda directory: shutil.rmtree(directory.parent), "No such file or directory"),
+    "file gone": (lambda m: lambda directory: (directory / "state" / "layer.1.safetensors").unlink(), "layer.1"),
+    "error of the drive": (lambda m: lambda directory: fails_at(m, "fsync", errno.EIO), "Input/output error"),
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_save_that_is_killed_leaves_the_one_before(tmp_path, monkeypatch, phase):
-    """Whenever it happens: the new directory is not a checkpoint, the old one is, and the next save succeeds."""
-    first = run(tmp_path, training__steps=2, checkpoint__save_every=1)
-    before = bits_of(checkpoint_dir(first.config.run_dir, 2))
-    monkeypatch.setattr(*PHASES[phase], lambda *args, **kwargs: (_ for _ in ()).throw(Killed))
-    source = checkpoint_dir(first.config.run_dir, 1)
-    with pytest.raises(Killed):
-        run(tmp_path, training__steps=3, checkpoint__resume=source, checkpoint__save_every=3)
+@pytest.mark.parametrize("what", SPOILED)
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_save_that_fails_costs_the_checkpoint_or_stops_the_run(tmp_path, monkeypatch, caplog, what, on_error):
+    """As the config says; what happened is said with the file's name, and nothing half-written stays."""
+    spoil, message = SPOILED[what]
+    spoil_second_save(monkeypatch, spoil(monkeypatch))
+    arguments = {"training__steps": 2, "checkpoint__save_every": 1, "checkpoint__on_save_error": on_error}
+    if on_error == "stop":
+        with pytest.raises(SaveFailed, match=message):
+            run(tmp_path, **arguments)
+    else:
+        record = run(tmp_path, **arguments)
+        assert record.summary.steps == 2 and record.summary.failed_saves == 1
+        assert re.search(rf"no checkpoint of step 2: /.*{message}", caplog.text)
     monkeypatch.undo()
-    third = checkpoint_dir(first.config.run_dir, 3)
-    assert not third.exists()
-    assert differing(bits_of(checkpoint_dir(first.config.run_dir, 2)), before) == []
-    run(tmp_path, training__steps=3, checkpoint__resume=source, checkpoint__save_every=3)
-    assert (third / "COMPLETE").exists() and not third.with_name("step-3.tmp").exists()
+    if what != "directory gone":
+        directory = tmp_path / "run" / "checkpoints"
+        assert [path.name for path in directory.iterdir()] == ["step-1"]
+        assert complete_checkpoints(tmp_path / "run")
 
 
-def test_the_marker_comes_last(tmp_path, monkeypatch):
-    """Killed between the rename and the marker: everything is there, but a resume does not take it."""
-    write = checkpoint._write_json
-
-    def killed_at_the_marker(path, value):
-        if path.name == checkpoint.COMPLETE:
-            raise Killed
-        write(path, value)
-
-    monkeypatch.setattr(checkpoint, "_write_json", killed_at_the_marker)
-    with pytest.raises(Killed):
-        run(tmp_path, training__steps=1, checkpoint__save_every=1)
-    with pytest.raises(ConfigError, match="no COMPLETE marker"):
-        resume(tmp_path, tmp_path / "run" / "checkpoints" / "step-1")
-
-
-def test_a_replaced_checkpoint_loses_its_marker_first(tmp_path, monkeypatch):
-    """A save of the same step removes the old directory: cut short, what is left must not look complete."""
-    first = run(tmp_path, training__steps=1, checkpoint__save_every=1)
-    existing = checkpoint_dir(first.config.run_dir, 1)
-
-    def killed_inside(path, ignore_errors=False):
-        if path == existing:
-            raise Killed
-
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed_inside)
-    with pytest.raises(Killed):
-        run(tmp_path, training__steps=1, checkpoint__save_every=1)
-    assert existing.exists() and not (existing / "COMPLETE").exists()
-
-
-def test_a_disk_that_filled_up_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch, caplog):
+def test_no_space_is_said_before_anything_is_written(tmp_path, monkeypatch, caplog):
     """It had room when the run began: nothing is half written, the log has the bytes, the final model is saved."""
     trainer = Trainer(small_config(tmp_path, num_rows=14, training__steps=2, checkpoint__save_every=2), local=True)
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
     summary = trainer.train()
     assert "no checkpoint of step 2" in caplog.text
-    assert "a checkpoint needs 0.01 GiB and 0.00 GiB are free; free space or set" in caplog.text
+    assert "a checkpoint needs 11.48 MiB and 1.00 MiB are free; free space" in caplog.text
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     assert summary.steps == 2 and (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_damaged_byte_is_found_and_named_when_it_is_read(tmp_path, straight, saved):
+    """A bit that flipped on the disk, anywhere in any tensor: the run ends before its first step (exit 2)."""
+    copy = shutil.copytree(saved, tmp_path / "step-4")
+    for name in ("model/model.safetensors", "state/layer.2.safetensors"):
+        path = copy / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+        config = small_config(tmp_path, num_rows=14, training__steps=STEPS, checkpoint__resume=copy)
+        with pytest.raises(ValueError, match=rf"{name}: bytes \d+ to \d+ are not those that were saved; remove"):
+            Trainer(config, local=True).train()
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+
+
+def test_two_runs_in_one_directory_are_refused(tmp_path):
+    """The second would remove what the first is writing. The lock goes with its process, however that ends."""
+    waiting, end = threading.Event(), threading.Event()
+
+    class Waits(Record):
+        def on_step(self, metrics):
+            waiting.set()
+            end.wait(60)
+
+    config = small_config(tmp_path, num_rows=14, training__steps=2)
+    first = threading.Thread(target=Trainer(config, callbacks=[Waits()], local=True).train)
+    first.start()
+    try:
+        assert waiting.wait(60)
+        with pytest.raises(ConfigError, match=rf"run_dir: .* is in use by another run \(process {os.getpid()}\)"):
+            Trainer(config, local=True).train()
+    finally:
+        end.set()
+        first.join()
 
 
 def test_the_disk_bytes_of_the_plan_are_those_of_a_checkpoint(straight, saved):

@@ -98,7 +98,8 @@ def test_help_needs_neither_torch_nor_ray():
         ("data.train=none.jsonl", r"none.jsonl: cannot be read: No such file"),
         ("optimizer.warmup_steps=5", r"optimizer.warmup_steps is 5, but the run has 4 optimizer steps"),
         ("model.frozen=nothing.*", r"model.frozen: pattern 'nothing.\*' matches no parameter"),
-        ("checkpoint.resume=none", r"checkpoint.resume: .*none is no directory"),
+        ("checkpoint.resume=step-3", r"checkpoint.resume: .*step-3 is no directory"),
+        ("checkpoint.resume=null", r"checkpoint.resume: give auto, none or a checkpoint directory \(found None\)"),
         ("run_dir=/proc/run", r"run_dir: "),
     ],
 )
@@ -391,9 +392,10 @@ def test_a_run_that_is_stopped_leaves_nothing(config_file, number, exit_code):
         assert time.monotonic() - stopped < 10
     assert run.returncode == exit_code
     assert stdout == ""
-    assert (
-        stderr.splitlines()[-1] == f"slideformer-ray: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}"
-    )
+    asked, said = stderr.splitlines()[-2:]
+    assert asked == "stopping after the steps that are under way; once more ends at once"
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert re.fullmatch(rf"slideformer-ray: stopped by {name} after step \d+; nothing is saved", said)
     assert "Traceback" not in stderr and "SIGTERM received" not in stderr and "INFO" not in "".join(lines)
     assert wait_until_gone(pids, 10 - (time.monotonic() - stopped)) == []
     assert set(os.listdir("/dev/shm")) <= shm_before
@@ -417,6 +419,7 @@ def test_quickstart_trains_the_shipped_model(tmp_path):
     for shown in ("torch 2.", "weight decay", "none for 9 tensors", "optimizer actor 0: process"):
         assert shown in stderr
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        ".lock",
         "config.json",
         "metrics.jsonl",
         "model",

@@ -187,7 +187,9 @@ def test_a_section_without_settings_has_its_defaults(config_file):
         ("run_dir=1e5", lambda c: c.run_dir.name == "1e5"),
         ("data.train=a.jsonl", lambda c: [p.name for p in c.data.train] == ["a.jsonl"]),
         ("data.train=[a.jsonl, b.jsonl]", lambda c: [p.name for p in c.data.train] == ["a.jsonl", "b.jsonl"]),
-        ("checkpoint.resume=null", lambda c: c.checkpoint.resume is None),
+        ("checkpoint.resume=auto", lambda c: c.checkpoint.resume == "auto"),
+        ("checkpoint.resume=none", lambda c: c.checkpoint.resume == "none"),
+        ("checkpoint.resume=step-2", lambda c: c.checkpoint.resume == Path.cwd() / "step-2"),
         ("model.frozen=model.embed_tokens.*", lambda c: c.model.frozen == ("model.embed_tokens.*",)),
     ],
 )

@@ -24,7 +24,7 @@ from pipeline import (
 from safetensors.torch import load_file
 
 from slideformer_ray.actors.lanes import StepInputs
-from slideformer_ray.actors.state_files import StateError
+from slideformer_ray.actors.slice_files import DamagedCheckpoint
 from slideformer_ray.budget import Machine, resolve
 from slideformer_ray.memory import pinning
 from slideformer_ray.model.layers import describe_model, load_hf_config
@@ -96,7 +96,7 @@ def test_a_micro_batch_without_a_supervised_token_adds_nothing(model):
         assert_same_training(tiers, reference, reports, [reference.step(as_torch(batch)) for _ in range(2)])
 
 
-def test_an_evaluation_is_the_references_and_changes_no_bit(model, tmp_path):
+def test_an_evaluation_is_the_references_and_changes_no_bit(model):
     """Between two steps, of another size than they: its loss is right and training goes on as without it."""
     config = make_config(model)
     batches, held_out = [random_batch(4, 2, seed) for seed in range(3)], random_batch(3, 2, seed=9)
@@ -112,7 +112,7 @@ def test_an_evaluation_is_the_references_and_changes_no_bit(model, tmp_path):
                     reference.step(as_torch(batch))
                 assert found.gpu.loss == pytest.approx(reference.evaluate(as_torch(held_out)), rel=1e-5)
             reports += run_steps(tiers, batches[2:], first=2)
-            states.append(state_of(tiers, reports, tmp_path / str(evaluates)))
+            states.append(state_of(tiers, reports))
     assert states[0] == states[1], states[0].differing(states[1])
 
 
@@ -150,8 +150,8 @@ def test_an_error_outside_the_lanes_says_where_the_step_was(model):
 def test_a_mistake_of_the_user_stays_one(model, tmp_path):
     """A ValueError of an actor is no failure of a tier: the command line exits with 2 on it."""
     (tmp_path / "empty").mkdir()
-    with open_tiers(make_config(model)) as tiers, pytest.raises(StateError, match="empty: no state files"):
-        tiers.load_states(tmp_path / "empty")
+    with open_tiers(make_config(model)) as tiers, pytest.raises(DamagedCheckpoint, match="empty/index.json"):
+        tiers.load_checkpoint(tmp_path / "empty", 0)
 
 
 def test_progress_is_told_from_the_counters(model):
@@ -251,14 +251,14 @@ def test_gpu_memory_is_flat_from_the_third_step_on(model):
 
 
 @pytest.mark.gpu
-def test_gpu_deterministic_runs_have_the_same_bits(model, tmp_path):
+def test_gpu_deterministic_runs_have_the_same_bits(model):
     """training.deterministic: two runs of five steps in processes of their own; masters, moments, losses and norms."""
     config = make_config(model, device="cuda", precision="bf16", training__deterministic=True)
     states = []
-    for run in range(2):
+    for _ in range(2):
         with open_tiers(config, RayTiers) as tiers:
             reports = run_steps(tiers, [random_batch(4, 2, seed) for seed in range(5)])
-            states.append(state_of(tiers, reports, tmp_path / f"states{run}"))
+            states.append(state_of(tiers, reports))
     assert states[0] == states[1]
 
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from slideformer_ray.durable import fsync_path
+from slideformer_ray.checkpoint_layout import file_header, model_file_names, model_index, split_into_shards
+from slideformer_ray.durable import fsync_path, write_durably
 from slideformer_ray.kernels.layer_adam import split_master
 from slideformer_ray.model.families import FAMILIES
 from slideformer_ray.model.spec import BlockSpec, ModelSpec, ParamSpec
@@ -336,56 +336,37 @@ def save_model(
         raise ValueError(f"{out_dir}: is the model's own directory; a save would replace what it reads from")
 
     params = [p for block in spec.blocks for p in block.params]
-    shards = _split_into_shards(params, shard_bytes, dtype.itemsize)
+    shards = split_into_shards(params, shard_bytes, dtype.itemsize)
     weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for name, shard in zip(model_file_names(len(shards)), shards, strict=True):
         _write_shard(out_dir / name, shard, tensors, dtype)
         weight_map.update({p.name: name for p in shard})
     if len(shards) > 1:
-        numel = sum(p.numel for p in params)
-        index = {
-            "metadata": {"total_parameters": numel, "total_size": numel * dtype.itemsize},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        _write_durably(out_dir / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
-
-    source_config = source_dir / "config.json" if source_dir.is_dir() else source_dir
-    _write_durably(out_dir / "config.json", _config_with_dtype(source_config.read_bytes(), dtype))
-    if source_dir.is_dir():
-        for name in _COPIED_FILES:
-            if (source_dir / name).exists():
-                _copy_durably(source_dir / name, out_dir / name)
+        write_durably(out_dir / INDEX_NAME, model_index(params, dtype.itemsize, weight_map))
+    for name, data in companion_files(source_dir, _DTYPE_NAMES[dtype]).items():
+        write_durably(out_dir / name, data)
     fsync_path(out_dir)
 
 
-def _split_into_shards(params: list[ParamSpec], shard_bytes: int, itemsize: int) -> list[list[ParamSpec]]:
-    """Greedy, in order; a tensor larger than `shard_bytes` has a shard of its own."""
-    shards: list[list[ParamSpec]] = []
-    room = 0
-    for param in params:
-        size = param.numel * itemsize
-        if not shards or size > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(param)
-        room -= size
-    return shards
+def companion_files(source_dir: Path, dtype: str) -> dict[str, bytes]:
+    """What stands beside the weights, by name: `source_dir`'s own files, byte for byte.
+
+    config.json's dtype alone is changed where `dtype` (safetensors' name) is another. source_dir: a directory, or its
+    config.json alone.
+    """
+    config = source_dir / "config.json" if source_dir.is_dir() else source_dir
+    found = {"config.json": _config_with_dtype(config.read_bytes(), _DTYPES[dtype])}
+    for name in _COPIED_FILES if source_dir.is_dir() else ():
+        if (source_dir / name).exists():
+            found[name] = (source_dir / name).read_bytes()
+    return found
 
 
 def _write_shard(path: Path, params: list[ParamSpec], tensors: Callable[[str], Tensor], dtype: torch.dtype) -> None:
-    # The file format is written here and not by the library, which wants all tensors of a file in memory at once
-    # (https://huggingface.co/docs/safetensors: 8 bytes of header length, JSON header, the tensors one after the other).
-    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for p in params:
-        end = offset + p.numel * dtype.itemsize
-        header[p.name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(p.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data must start aligned
+    # The file is written here and not by the library, which wants all tensors of a file in memory at once.
+    header = file_header([(p.name, _DTYPE_NAMES[dtype], p.shape) for p in params])
     with path.open("wb") as f:
-        f.write(struct.pack("<Q", len(text)) + text)
+        f.write(header)
         for p in params:
             # A call of its own, so that no name here keeps the tensor alive while the next one is made.
             _write_tensor(f, p, tensors(p.name), dtype)
@@ -407,17 +388,3 @@ def _config_with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
         return config
     values[key] = name
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _copy_durably(source: Path, target: Path) -> None:
-    with source.open("rb") as read, target.open("wb") as write:
-        shutil.copyfileobj(read, write)
-        write.flush()
-        os.fsync(write.fileno())

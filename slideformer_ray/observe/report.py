@@ -16,7 +16,7 @@ from slideformer_ray.budget import GPU, BytePlan
 from slideformer_ray.config import RunConfig
 from slideformer_ray.machine import Machine, disk_free, readable
 from slideformer_ray.model.spec import ModelSpec, ParamSpec
-from slideformer_ray.shortfalls import host_ceilings
+from slideformer_ray.shortfalls import checkpoints_at_peak, host_ceilings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -46,6 +46,8 @@ def plan_lines(config: RunConfig, spec: ModelSpec, machine: Machine, plan: ByteP
     lines.append(_item("a save or a resume, for a moment", plan.save_peak_bytes))
     free = f"of {readable(disk_free(config.run_dir))} free at {config.run_dir}"
     lines.append(_item("disk: a checkpoint", plan.disk_bytes, free))
+    if count := checkpoints_at_peak(config):
+        lines.append(_item(f"disk: {count} checkpoints, while one is saved", count * plan.disk_bytes))
     lines.append(_item("disk: the final model", plan.model_bytes))
     return [*lines, "", *_counts(config, plan)]
 
@@ -193,11 +195,15 @@ def start_lines(trainer: Trainer) -> list[str]:
     lines += [field("memory", _memory(trainer)), *_counts(config, plan)]
     lines += [field("note", line) for line in run_notes(config, trainer.hf_config)]
     if trainer.resumed:
-        lines.append(field("resumed", f"{config.checkpoint.resume}, {trainer.resumed['steps_done']} steps done"))
+        lines.append(field("resumed", f"{trainer.resumed.path}, {trainer.resumed.steps_done} steps done"))
     return lines
 
 
 def versions() -> str:
+    return ", ".join(f"{name} {version}" for name, version in version_numbers().items())
+
+
+def version_numbers() -> dict[str, str]:
     import ray
     import torch
     import transformers
@@ -205,7 +211,7 @@ def versions() -> str:
     import slideformer_ray
 
     found = {module.__name__: module.__version__ for module in (slideformer_ray, torch, transformers, ray)}
-    return ", ".join(f"{name} {version}" for name, version in (found | {"Python": platform.python_version()}).items())
+    return found | {"Python": platform.python_version()}
 
 
 def decay_lists(spec: ModelSpec) -> tuple[list[ParamSpec], list[ParamSpec], list[ParamSpec]]:

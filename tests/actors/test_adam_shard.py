@@ -9,11 +9,10 @@ import functools
 import numpy as np
 import pytest
 import torch
-from pipeline import make_config, save_small_model
+from pipeline import make_config, save, save_small_model, saved_tensors
 
 from slideformer_ray.actors.adam_shard import AdamShard, complement, row_segments
 from slideformer_ray.actors.lanes import CLIP_COEFFICIENT, SCALARS, SKIP_STEP, StepInputs
-from slideformer_ray.actors.state_files import StateReader
 from slideformer_ray.budget import Machine, resolve
 from slideformer_ray.lr_schedule import learning_rate
 from slideformer_ray.memory.counters import CounterPage
@@ -22,7 +21,7 @@ from slideformer_ray.model.layers import describe_model, load_hf_config
 from slideformer_ray.model.weights import WeightFiles, load_block_slice
 from slideformer_ray.schedule import GRAD_LANDED, NORM_READY, build_step
 
-STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "lo": torch.int16}
+STATES = ("exp_avg", "exp_avg_sq", "lo")
 
 
 class Shards:
@@ -99,11 +98,8 @@ class Shards:
             whole[first : first + values.size] = values
         return torch.from_numpy(whole).view(self.params[name].shape)
 
-    def bits(self, directory):
+    def bits(self):
         """Masters, what the GPU reads, and every state, put together from all actors."""
-        for actor in self.actors:
-            actor.save_states(directory)
-        reader = StateReader(directory)
         found = {}
         for block in self.spec.blocks:
             hi = self.buffers[f"hi.{block.index}"].tensor(self.layout.dtype)
@@ -112,11 +108,19 @@ class Shards:
                 if p.frozen:
                     continue
                 found[f"master {p.name}"] = self.master(p.name)
-                for state, dtype in STATES.items():
-                    if state != "lo" or self.layout.split_masters:
-                        found[f"{state} {p.name}"] = out = torch.empty(p.numel, dtype=dtype)
-                        reader.read(state, p.name, 0, p.numel, out)
+                for state in STATES if self.layout.split_masters else STATES[:2]:
+                    found[f"{state} {p.name}"] = out = torch.full((p.numel,), -1, dtype=torch.float32)
+                    for first, values in (actor.state(state, p.name) for actor in self.actors):
+                        out[first : first + values.numel()] = values
         return found
+
+    # What `CheckpointWriter` asks of tiers.
+
+    def begin_save(self, directory, places):
+        return [actor.begin_save(directory, places) for actor in self.actors]
+
+    def wait_saves(self, begun, actors):
+        return [self.actors[k].wait_save() for k in actors]
 
 
 class GroundTruth:
@@ -185,15 +189,14 @@ def test_masters_are_the_loaded_weights(model_dir, precision):
 
 
 @pytest.mark.parametrize("num_actors", [2, 3, 40])
-def test_number_of_actors_changes_no_bit(model_dir, tmp_path, num_actors):
+def test_number_of_actors_changes_no_bit(model_dir, num_actors):
     """Also when most actors own nothing of the small blocks."""
     found = []
     for count in (1, num_actors):
         shards = Shards(model_dir, count)
         for step in range(3):
             shards.step(random_gradients(shards, step), coefficient=0.3)
-        (tmp_path / str(count)).mkdir()
-        found.append(shards.bits(tmp_path / str(count)))
+        found.append(shards.bits())
     assert_same(found[1], found[0])
 
 
@@ -212,7 +215,7 @@ def test_the_gpu_reads_the_rounded_masters(model_dir):
             assert (error <= master.flatten().abs() * 2.0**-8).all()
 
 
-def test_a_skipped_step_changes_nothing_and_is_not_counted(model_dir, tmp_path):
+def test_a_skipped_step_changes_nothing_and_is_not_counted(model_dir):
     """The gradient was not finite: no state, no master moves, and neither Adam's step nor the rate goes on."""
     shards, straight = Shards(model_dir, 2), Shards(model_dir, 2)
     good = random_gradients(shards, 0)
@@ -223,9 +226,7 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted(model_dir, tmp_path):
     for result in shards.step(bad, coefficient=0.0, skip=True):
         assert (result.skipped, result.applied_steps) == (True, 1)
     shards.step(good)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    assert_same(shards.bits(tmp_path / "a"), straight.bits(tmp_path / "b"))
+    assert_same(shards.bits(), straight.bits())
 
 
 def test_without_clipping_scalars_are_not_read(model_dir):
@@ -256,56 +257,49 @@ def test_private_memory_is_what_the_plan_says(model_dir, precision, bytes_each):
     assert sum(actor.state_bytes for actor in shards.actors) == bytes_each * trained
 
 
-def test_frozen_parameters_have_no_state_and_keep_their_bits(model_dir, tmp_path):
+def test_frozen_parameters_have_no_state_and_keep_their_bits(model_dir):
     """Not updated, not decayed, not saved; the trained ones beside them are, as if alone."""
     frozen = ("model.embed_tokens.*", "model.layers.1.*", "model.layers.2.mlp.*")
     shards = Shards(model_dir, 2, frozen=frozen)
     kept = [name for name, p in shards.params.items() if p.frozen]
-    before = shards.bits(tmp_path)
+    before = shards.bits()
     for step in range(2):
         shards.step(random_gradients(shards, step))
-    after = shards.bits(tmp_path)
+    after = shards.bits()
     assert kept and all(torch.equal(after[f"hi {name}"], before[f"hi {name}"]) for name in kept)
     changed = [name for name, p in shards.params.items() if not p.frozen]
     assert all(not torch.equal(after[f"master {name}"], before[f"master {name}"]) for name in changed)
-    reader = StateReader(tmp_path)
-    with pytest.raises(ValueError, match=f"exp_avg of {kept[0]} ends at element 0"):
-        reader.read("exp_avg", kept[0], 0, 1, torch.empty(1))
+    saved = saved_tensors(save(shards, shards.config, 2))
+    assert all(name in saved and f"exp_avg.{name}" not in saved for name in kept)
+    assert all(f"exp_avg.{name}" in saved for name in changed)
     trained = sum(block.trainable_numel for block in shards.spec.blocks)
     assert sum(actor.state_bytes for actor in shards.actors) == 10 * trained
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("saved, resumed", [(1, 1), (2, 3), (3, 1)])
-def test_states_go_on_with_any_number_of_actors(model_dir, tmp_path, saved, resumed, precision):
+def test_states_go_on_with_any_number_of_actors(model_dir, saved, resumed, precision):
     """Saved after 3 steps and filled into fresh shards: steps 4 and 5 give the bits of the run that never stopped."""
     straight, fresh = Shards(model_dir, saved, precision), Shards(model_dir, resumed, precision)
     for step in range(3):
         straight.step(random_gradients(straight, step), coefficient=0.5)
-    directory = tmp_path / "state"
-    directory.mkdir()
-    for actor in straight.actors:
-        actor.save_states(directory)
-    for block in fresh.spec.blocks:  # the parameters that the GPU reads come from the saved model
-        source = straight.buffers[f"hi.{block.index}"].tensor(fresh.layout.dtype)
-        fresh.buffers[f"hi.{block.index}"].tensor(fresh.layout.dtype).copy_(source)
-    assert [actor.load_states(directory) for actor in fresh.actors] == [3] * resumed
+    checkpoint = save(straight, straight.config, 3)
+    for actor in fresh.actors:
+        actor.load(checkpoint, 3)
     for step in (3, 4):
         straight.step(random_gradients(straight, step), coefficient=0.5)
         results = fresh.step(random_gradients(fresh, step), coefficient=0.5)
         assert {result.applied_steps for result in results} == {step + 1}
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    assert_same(fresh.bits(tmp_path / "a"), straight.bits(tmp_path / "b"))
+    assert_same(fresh.bits(), straight.bits())
 
 
-def test_states_are_saved_a_file_a_block(model_dir, tmp_path):
-    """So that a save holds at most a block's slice twice; lo, too, in its own dtype."""
-    shards = Shards(model_dir, 2)
-    names = shards.actors[1].save_states(tmp_path)
-    blocks = ["embed", "layer.0", "layer.1", "layer.2", "head"]
-    assert names == [f"actor-1.{block}.safetensors" for block in blocks]
-    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == sorted(names)
+def test_saved_states_are_whole_tensors_by_name(model_dir):
+    """Nothing in the files says how many actors wrote them; each state in its own dtype."""
+    saved = [saved_tensors(save(shards, shards.config, n)) for n in (1, 3) if (shards := Shards(model_dir, n))]
+    assert_same(saved[1], saved[0])
+    for name, p in shards.params.items():
+        assert saved[0][name].dtype == torch.bfloat16 and saved[0][name].shape == p.shape
+        assert [saved[0][f"{state}.{name}"].dtype for state in STATES] == [torch.float32, torch.float32, torch.int16]
 
 
 @pytest.mark.parametrize("first", [0, 7, -37])

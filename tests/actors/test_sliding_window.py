@@ -83,7 +83,7 @@ def test_overlap_changes_no_bit(tmp_path, device, max_grad_norm):
             model, device=device, precision="bf16", training__overlap=overlap, optimizer__max_grad_norm=max_grad_norm
         )
         with open_tiers(config) as tiers:
-            states.append(state_of(tiers, run_steps(tiers, batches), tmp_path / f"state-{overlap}"))
+            states.append(state_of(tiers, run_steps(tiers, batches)))
     assert states[0] == states[1], states[0].differing(states[1])
 
 
@@ -101,10 +101,10 @@ def test_slots_units_and_actors_change_no_bit(tmp_path, device):
         {"placement__num_optimizer_actors": 3, "placement__threads_per_optimizer_actor": 2},
     ]
     states = []
-    for i, changes in enumerate(variants):
+    for changes in variants:
         config = make_config(model, device=device, precision="bf16", rows=6, optimizer__max_grad_norm=None, **changes)
         with open_tiers(config) as tiers:
-            states.append(state_of(tiers, run_steps(tiers, batches), tmp_path / f"state-{i}"))
+            states.append(state_of(tiers, run_steps(tiers, batches)))
     for changes, state in zip(variants[1:], states[1:], strict=True):
         assert state == states[0], (changes, state.differing(states[0]))
 
@@ -121,7 +121,7 @@ def test_rows_updated_first_change_no_bit(tmp_path, tied, max_grad_norm):
         changes = {"optimizer__max_grad_norm": max_grad_norm, "placement__num_optimizer_actors": actors}
         with open_tiers(make_config(model, precision="bf16", **changes)) as tiers:
             reports = run_steps(tiers, batches, look_ahead=look_ahead)
-            states.append(state_of(tiers, reports, tmp_path / f"state-{look_ahead}-{actors}"))
+            states.append(state_of(tiers, reports))
     assert states[1] == states[0], states[1].differing(states[0])
     assert states[2] == states[0], states[2].differing(states[0])
 

@@ -27,7 +27,7 @@ def test_any_slow_lane_gives_the_serial_bits(tmp_path, max_grad_norm, device):
     changes = {**FEWEST, "device": device, "precision": "bf16", "optimizer__max_grad_norm": max_grad_norm}
     if max_grad_norm is None:
         changes["placement__gradient_slots"] = 1
-    serial = train(model, batches, tmp_path / "serial", training__overlap=False, **changes)
+    serial = train(model, batches, training__overlap=False, **changes)
     for name, kinds in SLOW.items():
-        found = train(model, batches, tmp_path / name, slow=kinds, **changes)
+        found = train(model, batches, slow=kinds, **changes)
         assert found == serial, (name, found.differing(serial))

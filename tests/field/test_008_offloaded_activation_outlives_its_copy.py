@@ -24,19 +24,19 @@ def batches():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_slow_offloads_change_no_bit(tmp_path, model, device):
+def test_slow_offloads_change_no_bit(model, device):
     """Three slots for twelve activations, every copy to and from the host late, against all of them staying."""
     changes = {"device": device, "precision": "bf16"}
-    kept = train(model, batches(), tmp_path / "kept", **changes)
+    kept = train(model, batches(), **changes)
     slow = ["download_activation", "upload_activation"]
-    offloaded = train(model, batches(), tmp_path / "offloaded", slow=slow, **FEWEST, **changes)
+    offloaded = train(model, batches(), slow=slow, **FEWEST, **changes)
     assert offloaded == kept, offloaded.differing(kept)
 
 
-def test_a_slot_given_away_too_early_is_noticed(tmp_path, model, monkeypatch):
+def test_a_slot_given_away_too_early_is_noticed(model, monkeypatch):
     """The same with the waits for the download lane taken out of the plan: freed slots hold NaN, so it shows."""
-    kept = train(model, batches()[:1], tmp_path / "kept", precision="bf16")
+    kept = train(model, batches()[:1], precision="bf16")
     change_gpu_plan(monkeypatch, lambda op: without_waits(op, DOWNLOAD))
     late = {"slow": ["download_activation"], "seconds": LONG_SECONDS}
-    broken = train(model, batches()[:1], tmp_path / "broken", precision="bf16", **late, **FEWEST)
+    broken = train(model, batches()[:1], precision="bf16", **late, **FEWEST)
     assert broken != kept

@@ -27,23 +27,23 @@ def batches():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_uploads_wait_for_a_slow_compute_stream(tmp_path, model, device):
+def test_uploads_wait_for_a_slow_compute_stream(model, device):
     """Two units for four layers; the upload lane is always ahead and must not overwrite what is still read."""
     changes = {"device": device, "precision": "bf16", **FEWEST}
-    serial = train(model, batches(), tmp_path / "serial", training__overlap=False, **changes)
-    found = train(model, batches(), tmp_path / "slow", slow=SLOW, **changes)
+    serial = train(model, batches(), training__overlap=False, **changes)
+    found = train(model, batches(), slow=SLOW, **changes)
     assert found == serial, found.differing(serial)
 
 
-def test_an_upload_that_does_not_wait_is_noticed(tmp_path, model, monkeypatch):
+def test_an_upload_that_does_not_wait_is_noticed(model, monkeypatch):
     """The waits for the compute lane taken out of the upload lane: an illegal transition, not a wrong gradient."""
     change_gpu_plan(monkeypatch, lambda op: without_waits(op, COMPUTE) if op.lane == UPLOAD else op)
     with pytest.raises(TierError, match=r"parameter unit\[\d\]: illegal transition|its reader wants"):
-        train(model, batches(), tmp_path / "broken", slow=SLOW, seconds=LONG_SECONDS, precision="bf16", **FEWEST)
+        train(model, batches(), slow=SLOW, seconds=LONG_SECONDS, precision="bf16", **FEWEST)
 
 
 @pytest.mark.gpu
-def test_gpu_streams_do_not_depend_on_who_calls(tmp_path, model):
+def test_gpu_streams_do_not_depend_on_who_calls(model):
     """Made and run while another stream is current: each lane still has its own stream, and the bits are the same."""
     config = make_config(model, device="cuda", precision="bf16", **FEWEST)
     states = []
@@ -52,5 +52,5 @@ def test_gpu_streams_do_not_depend_on_who_calls(tmp_path, model):
             streams = {lane.stream.cuda_stream for lane in tiers.window.streams.values()}
             assert len(streams) == 3
             slow_down(tiers, SLOW)
-            states.append(state_of(tiers, run_steps(tiers, batches()), tmp_path / str(len(states))))
+            states.append(state_of(tiers, run_steps(tiers, batches())))
     assert states[0] == states[1], states[0].differing(states[1])

@@ -47,7 +47,7 @@ def test_all_gradients_equal_the_resident_runs(model, device):
         ("backward", r"backward block 4 .*parameter unit\[\d\]: illegal transition free -> busy"),
     ],
 )
-def test_a_unit_with_another_layers_weights_is_an_error(model, tmp_path, monkeypatch, kind, message):
+def test_a_unit_with_another_layers_weights_is_an_error(model, monkeypatch, kind, message):
     """An operation that is pointed to the wrong unit on purpose: it is refused there, and named."""
 
     def misdirect(op):
@@ -55,7 +55,7 @@ def test_a_unit_with_another_layers_weights_is_an_error(model, tmp_path, monkeyp
 
     change_gpu_plan(monkeypatch, misdirect)
     with pytest.raises(TierError, match=message):
-        train(model, [random_batch(4, 2, seed=0)], tmp_path / "state", **FEWEST)
+        train(model, [random_batch(4, 2, seed=0)], **FEWEST)
 
 
 def test_freed_units_hold_nan(model):

@@ -53,9 +53,9 @@ def test_units_go_through_their_states_in_order(model):
     assert moves.count(("filling", "ready")) == 3 * (3 + 1)
 
 
-def test_a_reader_that_does_not_wait_for_the_copy_is_an_error(model, tmp_path, monkeypatch):
+def test_a_reader_that_does_not_wait_for_the_copy_is_an_error(model, monkeypatch):
     """The compute lane's waits for the upload lane taken out: it is refused at the unit, and told which one."""
     change_gpu_plan(monkeypatch, lambda op: without_waits(op, UPLOAD) if op.lane == COMPUTE else op)
     with pytest.raises(TierError, match=r"forward block 1 .*parameter unit\[0\]: illegal transition (free|filling)"):
         batches = [random_batch(4, 2, seed=0)]
-        train(model, batches, tmp_path / "state", slow=["upload_params"], seconds=LONG_SECONDS)
+        train(model, batches, slow=["upload_params"], seconds=LONG_SECONDS)
