@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from slideformer_ray.memory.counters import Aborted, CounterPage
+from slideformer_ray.memory.counters import Aborted, CounterPage, WaitTimeout
 from slideformer_ray.observe.trace import Span
 from slideformer_ray.schedule import GPU_LANES, GRAD_LANDED, Lane, Op, StepPlan, StepShape, build_step, pick
 
@@ -206,7 +206,10 @@ class LaneContext:
         return value + self.base[counter]
 
     def error(self, lane: str, op: Op, cause: BaseException) -> LaneError:
-        return LaneError(self.actor, lane, op.describe(), self.inputs.step, f"{type(cause).__name__}: {cause}")
+        text = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, WaitTimeout | TimeoutError):
+            text += f" (debug.wait_timeout_s is {self.timeout_s:g})"
+        return LaneError(self.actor, lane, op.describe(), self.inputs.step, text)
 
 
 # (operation, counter, absolute value, event, what the operation returned)

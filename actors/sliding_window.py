@@ -50,6 +50,7 @@ from slideformer_ray.memory.slots import SlotPool, SlotState
 from slideformer_ray.model.autograd_layer import Layer, LayerChoice, make_layer
 from slideformer_ray.model.layers import HeadTemplate, LayerTemplate, RotaryTable, flat_views, padding_row
 from slideformer_ray.model.spec import BlockSpec, ModelSpec
+from slideformer_ray.observe.gpu_sensors import read_gpu_sensors
 from slideformer_ray.observe.trace import Span
 from slideformer_ray.schedule import COMPUTE, DOWNLOAD, UPLOAD, Op, build_step
 
@@ -70,6 +71,7 @@ class GpuStepResult:
     reserved_gpu_bytes: int
     waited_seconds: dict[str, float] = field(default_factory=dict)  # host waits for other actors, by counter family
     spans: tuple[Span, ...] = ()  # what the lanes did, if the step was traced
+    sensors: dict[str, float] = field(default_factory=dict)  # the GPU's own, if the step was traced
 
 
 @dataclass
@@ -301,6 +303,7 @@ class SlidingWindow:
             spans=tuple(
                 span for name, watch in watches.items() for span in watch.spans(inputs.step, self.streams[name])
             ),
+            sensors=read_gpu_sensors(self.device) if inputs.trace else {},
         )
 
     # ------------------------------------------------------------------------------------------------------ upload lane

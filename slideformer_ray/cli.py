@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -233,6 +234,52 @@ def down(
         if running is None:
             raise ConfigError(f"no cluster of `slideformer-ray up` runs in {directory}")
         cluster.down(running, stop_jobs)
+
+
+@app.command()
+def status(
+    run_dir: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run's directory. Default: every run of this user's.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
+    temp_dir: TempDir = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a run does now: losses, speed, bytes of every tier, lanes; and the cluster of `up` with its jobs."""
+    with _exit_codes(debug):
+        from rich.console import Console, Group
+        from rich.live import Live
+
+        from slideformer_ray import cluster
+        from slideformer_ray.observe.status import last_records, running, status_table
+
+        directory = (temp_dir or cluster.default_temp_dir()).absolute()
+
+        def runs() -> dict[str, dict]:
+            if run_dir is not None:
+                return {str(run_dir): last_records(run_dir)}
+            return {note["run_dir"]: last_records(Path(note["run_dir"])) for note in running()}
+
+        def shown() -> Group:
+            found = [status_table(name, records) for name, records in runs().items()]
+            return Group(*(found or ["no run of this user's goes on"]))
+
+        here = cluster.Cluster.find(directory) if run_dir is None else None
+        if as_json:
+            _print_json({"cluster": cluster.status_record(here), "runs": runs()})
+            return
+        if here is not None:
+            jobs = [f"job            {job.submission_id}, {job.status}: {job.entrypoint}" for job in here.jobs()[:5]]
+            _print_lines([*here.lines(), *jobs, ""])
+        console = Console()
+        if not watch:
+            console.print(shown())
+            return
+        with Live(shown(), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(1.0)
+                live.update(shown(), refresh=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- the pieces

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 GIB = 1 << 30
 
@@ -231,12 +240,27 @@ class CheckpointSection(Section):
 class ObserveSection(Section):
     """Who is told of each step, beside RUN/metrics.jsonl and the terminal."""
 
+    ray_metrics: bool = Field(
+        True, description="Report to Ray's metrics, for Prometheus and the Dashboard. No effect without Ray."
+    )
+    lanes_every: NonNegativeInt = Field(
+        25,
+        description="Steps between two in a row whose lanes are timed, for GB/s, hiding factor and exposed seconds; "
+        "0: never, else at least 3.",
+    )
     tensorboard: bool = Field(
         False, description="Write event files to RUN/tensorboard, for `tensorboard --logdir RUN`. Needs tensorboard."
     )
     wandb_project: str | None = Field(
         None, description="Project of Weights & Biases to log to. Needs wandb; WANDB_MODE=offline keeps it local."
     )
+
+    @field_validator("lanes_every")
+    @classmethod
+    def _two_of_several(cls, value: int) -> int:
+        if value in (1, 2):
+            raise ValueError(f"two steps in a row are timed: give 0 or at least 3 (found {value})")
+        return value
 
 
 class DebugSection(Section):

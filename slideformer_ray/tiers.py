@@ -32,6 +32,7 @@ from slideformer_ray.memory import pinning
 from slideformer_ray.memory.counters import Aborted, CounterPage
 from slideformer_ray.memory.shared_buffer import SharedBuffer
 from slideformer_ray.model.spec import ModelSpec
+from slideformer_ray.observe.trace import Span
 from slideformer_ray.schedule import GRAD_LANDED, build_step, updated_counter
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ class TierError(RuntimeError):
 class StepReport:
     gpu: GpuStepResult
     updates: tuple[UpdateStepResult, ...]
+
+    @property
+    def spans(self) -> list[Span]:
+        """Of all actors, if the step was traced."""
+        return [*self.gpu.spans, *(span for update in self.updates for span in update.spans)]
 
 
 @dataclass
@@ -399,7 +405,10 @@ class RayTiers(Tiers):
             if signals != (signals := self.page.signals):  # some lane moves on
                 deadline = time.monotonic() + bound
             if not done and time.monotonic() > deadline:
-                errors.append(TierError(f"no answer and no progress for {bound:.0f} s {self._where(inputs)}"))
+                setting = f"debug.wait_timeout_s is {self.config.debug.wait_timeout_s:g}"
+                errors.append(
+                    TierError(f"no answer and no progress for {bound:.0f} s ({setting}) {self._where(inputs)}")
+                )
         if not errors:
             return ray.get(calls)
         if inputs is not None:

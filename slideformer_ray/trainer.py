@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slideformer_ray.actors.lanes import StepInputs
 from slideformer_ray.actors.process import ActorReport
-from slideformer_ray.budget import NUM_BATCH_BUFFERS, BytePlan, Machine, resolve
+from slideformer_ray.budget import NUM_BATCH_BUFFERS, PRIVATE, BytePlan, Machine, resolve
 from slideformer_ray.checkpoint import CheckpointWriter, SaveFailed, remove_remains
 from slideformer_ray.config import ConfigError, RunConfig
 from slideformer_ray.data.batches import DataSet, StepBatch
@@ -39,9 +39,11 @@ from slideformer_ray.model.layers import describe_model, load_hf_config
 from slideformer_ray.model.spec import ModelSpec
 from slideformer_ray.model.weights import WeightFiles
 from slideformer_ray.observe.callbacks import configured_callbacks
+from slideformer_ray.observe.lane_metrics import LaneSampler
 from slideformer_ray.observe.memory import anonymous_bytes, process_tree
 from slideformer_ray.observe.metrics import Callback, EvalMetrics, MetricsFile, StepMetrics, to_json
 from slideformer_ray.observe.report import version_numbers
+from slideformer_ray.observe.status import RunNote
 from slideformer_ray.resume import check_tensors, find_source, read_checkpoint, rows_digest
 from slideformer_ray.run_lock import run_lock
 from slideformer_ray.shortfalls import check_disk
@@ -137,7 +139,8 @@ class Trainer:
             )
         self.callbacks: list[Callback] = [
             MetricsFile(config.run_dir / "metrics.jsonl"),
-            *configured_callbacks(config),
+            RunNote(config.run_dir),
+            *configured_callbacks(config, local),
             *callbacks,
         ]
         self.actor_reports: Sequence[ActorReport] = ()  # of this run's actors, once they have started
@@ -156,7 +159,8 @@ class Trainer:
         self._stepping = False
         self._peak_rate: float | None = None  # None: optimizer.learning_rate
         self._last_eval: tuple[int, float | None] = (-1, None)  # steps done before it, loss
-        self._peak_host_bytes, self._memory_read_at = 0, 0.0
+        self._sampler = LaneSampler(self.config.observe.lanes_every, self.spec, self.plan.layout)
+        self._peak_host_bytes, self._private_bytes, self._memory_read_at = 0, 0, 0.0
         self._peak_gpu_bytes = 0
         self._skipped_in_a_row, self._skipped = 0, 0
         if self.resumed:
@@ -323,6 +327,7 @@ class Trainer:
                     self.evaluate(tiers, done)
                 if saves:
                     self._save(done)
+                self._sampler.interrupt()
                 self._last_end = time.perf_counter()
         while ahead:  # stopped
             yield self._finish(tiers, ahead.popleft())
@@ -379,6 +384,7 @@ class Trainer:
             self._train_steps,
             train=True,
             following=self._next_batch,
+            trace=self._sampler.wants(step),
             peak_learning_rate=self._peak_rate,
         )
         self._train_steps += 1
@@ -407,9 +413,22 @@ class Trainer:
             update_busy_seconds=max(u.busy_seconds for u in report.updates),
             gpu_wait_seconds=report.gpu.waited_seconds,
             gpu_peak_bytes=report.gpu.peak_gpu_bytes,
+            tier_bytes={
+                "gpu": report.gpu.peak_gpu_bytes,
+                "pinned": sum(buffer.nbytes for buffer in tiers.buffers.values()),
+                "private": self._private_bytes,
+            },
+            tier_reserved_bytes={
+                "gpu": report.gpu.reserved_gpu_bytes,
+                "pinned": self.plan.store_bytes,
+                "private": self.plan.total(PRIVATE),
+            },
         )
+        lanes = self._sampler.add(submitted.pending.inputs, report.spans, report.gpu.sensors)
         for callback in self.callbacks:
             callback.on_step(metrics)
+            if lanes is not None:
+                callback.on_lanes(lanes)
         return metrics
 
     def _count(self, step: int, report: StepReport) -> None:
@@ -451,7 +470,8 @@ class Trainer:
         self._memory_read_at = now
         shared = sum(b.nbytes for b in tiers.buffers.values())
         pids = process_tree(os.getpid()) | {report.pid for report in self.actor_reports}
-        self._peak_host_bytes = max(self._peak_host_bytes, shared + anonymous_bytes(pids))
+        self._private_bytes = anonymous_bytes(pids)
+        self._peak_host_bytes = max(self._peak_host_bytes, shared + self._private_bytes)
 
 
 def submit_batch(

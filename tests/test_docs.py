@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from slideformer_ray.config import RunConfig
+from slideformer_ray.observe.lane_metrics import LaneMetrics
 from slideformer_ray.observe.metrics import EvalMetrics, StepMetrics
+from slideformer_ray.observe.ray_metrics import METRICS
 from slideformer_ray.schedule import COMPUTE, GPU_LANES, StepShape, build_step, shared_counters, update_lane
 from slideformer_ray.simulator import simulate
 from slideformer_ray.trainer import Summary
@@ -77,6 +79,7 @@ def table_below(page, heading):
     [
         ("Step: `StepMetrics`", StepMetrics),
         ("Held-out evaluation: `EvalMetrics`", EvalMetrics),
+        ("Lanes: `LaneMetrics`", LaneMetrics),
         ("The run: `Summary`", Summary),
     ],
 )
@@ -85,6 +88,16 @@ def test_every_metric_is_in_the_table(heading, record):
     rows = table_below(DOCS / "metrics.md", heading)
     assert [row[0] for row in rows] == [f"`{field.name}`" for field in dataclasses.fields(record)]
     assert all(len(row) == 3 and all(row) for row in rows)
+
+
+def test_every_metric_of_prometheus_is_in_its_table():
+    """Names, labels, origins and meanings are those of observe/ray_metrics.py, in its order."""
+    rows = table_below(DOCS / "metrics.md", "Prometheus")
+    wanted = [
+        [f"`{m.prometheus_name}`", f"`{m.label}`" if m.label else "-", f"`{m.of.__name__}.{m.field}`", f"{m.meaning}."]
+        for m in METRICS
+    ]
+    assert rows == wanted
 
 
 def a_plan_with_everything():

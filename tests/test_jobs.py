@@ -7,12 +7,14 @@ serves one test. Both have ports and a home directory of their own, and leave no
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from pathlib import Path
 
@@ -24,8 +26,9 @@ from test_cluster import free_ports
 from slideformer_ray.cluster import Cluster
 from slideformer_ray.config import ConfigError
 from slideformer_ray.data.quickstart import quickstart_model_dir
-from slideformer_ray.jobs import in_this_job, submission_id
+from slideformer_ray.jobs import NAMESPACE, in_this_job, submission_id
 from slideformer_ray.memory.plasma_store import ray_start_command
+from slideformer_ray.observe.ray_metrics import METRICS
 
 pytest.importorskip("aiohttp", reason="the extra `dashboard` is not installed")
 pytestmark = pytest.mark.timeout(240)
@@ -158,8 +161,9 @@ def test_a_run_has_the_cluster_for_itself_and_leaves_it_usable(workplace, cluste
     """While one trains, another is refused by name with exit code 2, and `down` too. Killed without a word, the first
     is a failed job; the next one, by the documented command, trains."""
     client = workplace.client(cluster.dashboard_url)
-    first = client.submit_job(entrypoint=workplace.train("training.steps=100000"))
+    first = client.submit_job(entrypoint=workplace.train("training.steps=100000", "observe.lanes_every=3"))
     wait_for(client, first, "step 10/")
+    check_what_is_seen_of_it(workplace, cluster)
     refused = workplace.slideformer_ray("down", "--temp-dir", workplace.ray, check=False)
     assert refused.returncode == 2 and f"the cluster runs {first}; wait for its end" in refused.stderr
 
@@ -174,6 +178,57 @@ def test_a_run_has_the_cluster_for_itself_and_leaves_it_usable(workplace, cluste
     wait_for(client, first)
     assert client.get_job_status(first) == "FAILED"
     check_the_documented_command(workplace, cluster.dashboard_url, client)
+
+
+def check_what_is_seen_of_it(workplace, cluster):
+    """Actors' names and what they hold, `status` with the run's figures, and every metric at the node's real endpoint,
+    parsed as Prometheus does."""
+    actors = ask(workplace, f"{cluster.dashboard_url}/api/v0/actors?detail=1")["data"]["result"]["result"]
+    seen = {actor["name"]: actor["repr_name"] for actor in actors if actor["ray_namespace"] == NAMESPACE}
+    assert seen.keys() == {"gpu", "optimizer-0", "storage"}
+    assert seen["gpu"].startswith("gpu actor on cpu, ") and seen["gpu"].endswith("iB")
+    assert re.fullmatch(r"optimizer actor 0, slice 1 of 1, 9.54 MiB of states", seen["optimizer-0"])
+
+    found = json.loads(workplace.slideformer_ray("status", "--json", "--temp-dir", workplace.ray).stdout)
+    assert found["cluster"]["jobs"][0]["status"] == "RUNNING"
+    assert found["runs"][str(workplace.directory / "run")]["step"]["step"] >= 5
+
+    wanted = {metric.prometheus_name: metric.label for metric in METRICS}
+    for absent in ("ray_slideformer_skipped_steps_total", "ray_slideformer_gpu_sensor"):  # none was, and no GPU
+        del wanted[absent]
+    scraped = eventually(lambda: scrape(cluster.metrics_port, wanted))
+    for name, label in wanted.items():
+        assert all(
+            sample.labels["run"] == "run" and (label is None or label in sample.labels) for sample in scraped[name]
+        )
+    (loss,) = scraped["ray_slideformer_loss"]
+    assert 0 < loss.value < 10
+    tiers = {sample.labels["tier"]: sample.value for sample in scraped["ray_slideformer_tier_bytes"]}
+    assert tiers.keys() == {"gpu", "pinned", "private"} and tiers["private"] > tiers["pinned"] > 1 << 20
+    # Each name that a task ever had is eight time series: a step's number must not be in it.
+    names = {sample.labels["Name"] for sample in scraped["ray_tasks"]}
+    assert "training step" in names and not [name for name in names if re.search(r"step \d", name)]
+
+
+def scrape(port, wanted):
+    """Samples by name; fails while a metric is not there yet, for Ray's agent passes them on every 10 s."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    found = {}
+    for sample in samples:
+        found.setdefault(sample.name, []).append(sample)
+    assert not wanted.keys() - found.keys()
+    return found
+
+
+def ask(workplace, url):
+    token = (workplace.directory / "home" / ".ray" / "auth_token").read_text().strip()
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
 
 
 def check_the_documented_command(workplace, url, client):

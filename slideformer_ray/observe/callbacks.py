@@ -1,4 +1,4 @@
-"""Callbacks that a run's `observe` section asks for: TensorBoard and Weights & Biases.
+"""Callbacks that a run's `observe` section asks for: Ray's metrics, TensorBoard, Weights & Biases.
 
 Each is a `Callback` like any of the user's own, given what every callback gets. A package that is not installed is an
 error before anything starts, never a run without its logs. Tested by tests/observe/test_callbacks.py.
@@ -13,12 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from slideformer_ray.config import ConfigError, RunConfig
+from slideformer_ray.observe.lane_metrics import LaneMetrics
 from slideformer_ray.observe.metrics import Callback, EvalMetrics, StepMetrics
+from slideformer_ray.observe.ray_metrics import RayMetrics
 
 
-def configured_callbacks(config: RunConfig) -> list[Callback]:
-    """One callback for each setting of `observe` that asks for one. Raises ConfigError for a missing package."""
+def configured_callbacks(config: RunConfig, local: bool) -> list[Callback]:
+    """One callback for each setting of `observe` that asks for one. Raises ConfigError for a missing package.
+
+    local: the tiers are threads, so there is no Ray to report to.
+    """
     found: list[Callback] = []
+    if config.observe.ray_metrics and not local:
+        found.append(RayMetrics(config.run_dir.name))
     if config.observe.tensorboard:
         _require("observe.tensorboard is true", "tensorboard")
         found.append(TensorBoard(config.run_dir / "tensorboard"))
@@ -28,7 +35,7 @@ def configured_callbacks(config: RunConfig) -> list[Callback]:
     return found
 
 
-def scalars(metrics: StepMetrics | EvalMetrics) -> dict[str, float]:
+def scalars(metrics: StepMetrics | EvalMetrics | LaneMetrics) -> dict[str, float]:
     """A record's numbers by name; those of a mapping are `name/key`. `step` is left out: it is where they belong."""
     found: dict[str, float] = {}
     for name, value in dataclasses.asdict(metrics).items():
@@ -58,11 +65,14 @@ class TensorBoard(Callback):
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._write("eval", metrics, metrics.step)
 
+    def on_lanes(self, metrics: LaneMetrics) -> None:
+        self._write("lanes", metrics, metrics.step + 1)
+
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
-    def _write(self, group: str, metrics: StepMetrics | EvalMetrics, step: int) -> None:
+    def _write(self, group: str, metrics: StepMetrics | EvalMetrics | LaneMetrics, step: int) -> None:
         for name, value in scalars(metrics).items():
             self._writer.add_scalar(f"{group}/{name}", value, step)
 
@@ -92,6 +102,9 @@ class WeightsAndBiases(Callback):
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._log("eval", metrics, metrics.step)
 
+    def on_lanes(self, metrics: LaneMetrics) -> None:
+        self._log("lanes", metrics, metrics.step + 1)
+
     def on_end(self, summary: Any) -> None:
         self._run.summary.update(dataclasses.asdict(summary))
         self._ended = True
@@ -100,7 +113,7 @@ class WeightsAndBiases(Callback):
         if self._run is not None:
             self._run.finish(exit_code=0 if self._ended else 1)
 
-    def _log(self, group: str, metrics: StepMetrics | EvalMetrics, step: int) -> None:
+    def _log(self, group: str, metrics: StepMetrics | EvalMetrics | LaneMetrics, step: int) -> None:
         self._run.log({"step": step} | {f"{group}/{name}": value for name, value in scalars(metrics).items()})
 
 

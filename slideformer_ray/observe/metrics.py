@@ -9,7 +9,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slideformer_ray.observe.lane_metrics import LaneMetrics
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class StepMetrics:
     update_busy_seconds: float  # longest of the optimizer actors
     gpu_wait_seconds: Mapping[str, float] = field(default_factory=dict)  # GPU actor's host waits, by counter family
     gpu_peak_bytes: int = 0
+    tier_bytes: Mapping[str, int] = field(default_factory=dict)  # in use, by tier: gpu, pinned, private
+    tier_reserved_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Callback:
     def on_step(self, metrics: StepMetrics) -> None: ...
 
     def on_eval(self, metrics: EvalMetrics) -> None: ...
+
+    def on_lanes(self, metrics: LaneMetrics) -> None: ...
 
     def on_end(self, summary: Any) -> None: ...
 
@@ -67,6 +74,9 @@ class MetricsFile(Callback):
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._write("eval", metrics)
+
+    def on_lanes(self, metrics: LaneMetrics) -> None:
+        self._write("lanes", metrics)
 
     def _write(self, kind: str, metrics: Any) -> None:
         with self.path.open("a") as file:

@@ -22,7 +22,6 @@ def test_tensorboard_has_every_number_at_the_steps_done(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    steps = []
     trainer = Trainer(a_run(tmp_path, observe__tensorboard=True), local=True)
     steps = list(trainer.fit())
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
@@ -30,6 +29,7 @@ def test_tensorboard_has_every_number_at_the_steps_done(tmp_path):
     assert found["train/loss"] == [(m.step + 1, pytest.approx(m.loss)) for m in steps]
     assert {tag for tag in found if tag.startswith("train/")} == {f"train/{name}" for name in scalars(steps[0])}
     assert [step for step, _ in found["eval/eval_loss"]] == [0, 3]
+    assert [step for step, _ in found["lanes/exposed_seconds/update"]] == [3]
 
 
 class FakeRun:
@@ -65,7 +65,7 @@ def test_wandb_gets_configuration_steps_and_summary(tmp_path, wandb):
     (run,) = wandb.runs
     assert run.arguments["project"] == "definitions"
     assert run.arguments["config"]["training"]["steps"] == 3
-    assert [values["step"] for values in run.logged] == [0, 1, 2, 3, 3]
+    assert [values["step"] for values in run.logged] == [0, 1, 2, 3, 3, 3]
     assert run.logged[3]["train/loss"] == summary.last_loss
     assert run.summary["last_eval_loss"] == summary.last_eval_loss and run.exit_code == 0
 
@@ -92,4 +92,4 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(tmp_path, monk
     with pytest.raises(
         ConfigError, match=rf"observe.{setting} is .*, but {package} is not installed. Fix: pip install"
     ):
-        configured_callbacks(a_run(tmp_path, **{f"observe__{setting}": value}))
+        configured_callbacks(a_run(tmp_path, **{f"observe__{setting}": value}), local=True)
