@@ -263,7 +263,7 @@ def status(
 
         def shown() -> Group:
             found = [status_table(name, records) for name, records in runs().items()]
-            return Group(*(found or ["no run of this user's goes on"]))
+            return Group(*found) if found else Group("no run of this user's goes on")
 
         here = cluster.Cluster.find(directory) if run_dir is None else None
         if as_json:

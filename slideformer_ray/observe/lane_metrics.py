@@ -119,7 +119,8 @@ def op_bytes(op: Op, spec: ModelSpec, layout: RunLayout, step: StepInputs) -> in
 
 def longest_queue(timeline: Timeline) -> int:
     """Most decoder layers' gradients at one time that were in host memory and not updated by every actor."""
-    landed, updated = {}, {}
+    landed: dict[tuple[int, int], float] = {}
+    updated: dict[tuple[int, int], float] = {}
     for run in timeline.runs:
         if run.op.grad_slot < 0:
             continue

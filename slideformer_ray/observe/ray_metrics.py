@@ -8,6 +8,7 @@ tests/observe/test_ray_metrics.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +75,22 @@ METRICS = (
 )
 
 
+# Ray's agent forgets a gauge that has not been set since it was last read (Ray 2.60), and steps may take minutes.
+_REPEAT_SECONDS = 5.0
+
+
 class RayMetrics(Callback):
-    """Sets every metric when its record comes. Runs in the driver, which is connected to Ray by `on_start`."""
+    """Sets every metric when its record comes, and its gauges again and again, until the run ends.
+
+    Runs in the driver, which is connected to Ray by `on_start`.
+    """
 
     def __init__(self, run: str):
         self._run = run
         self._set: dict[Metric, Callable[[float, dict[str, str]], None]] = {}
+        self._gauges: dict[tuple[Metric, str | None], float] = {}  # their last values
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def on_start(self, total_steps: int, first_step: int) -> None:
         from ray.util.metrics import Counter, Gauge
@@ -90,6 +101,10 @@ class RayMetrics(Callback):
                 self._set[metric] = Gauge(PREFIX + metric.name, metric.meaning, labels).set
             else:
                 self._set[metric] = Counter(PREFIX + metric.name, metric.meaning, labels).inc
+        self._gauges.clear()
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._repeat, name="ray-metrics", daemon=True)
+        self._thread.start()
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._report(metrics)
@@ -100,9 +115,26 @@ class RayMetrics(Callback):
     def on_lanes(self, metrics: LaneMetrics) -> None:
         self._report(metrics)
 
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
     def _report(self, record: StepMetrics | EvalMetrics | LaneMetrics) -> None:
-        for metric, setter in self._set.items():
+        for metric in self._set:
             if isinstance(record, metric.of):
                 for key, value in metric.values(record):
+                    if metric.kind == "gauge":
+                        self._gauges[metric, key] = value
                     if metric.kind == "gauge" or value > 0:  # a counter cannot be raised by 0
-                        setter(value, {RUN: self._run} if key is None else {RUN: self._run, metric.label: key})
+                        self._say(metric, key, value)
+
+    def _say(self, metric: Metric, key: str | None, value: float) -> None:
+        label = {metric.label: key} if metric.label and key else {}
+        self._set[metric](value, {RUN: self._run} | label)
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(_REPEAT_SECONDS):
+            for (metric, key), value in list(self._gauges.items()):
+                self._say(metric, key, value)

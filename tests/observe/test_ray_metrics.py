@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+from slideformer_ray.observe import ray_metrics
 from slideformer_ray.observe.lane_metrics import LaneMetrics
 from slideformer_ray.observe.metrics import EvalMetrics, StepMetrics
 from slideformer_ray.observe.ray_metrics import METRICS, PREFIX, RayMetrics
@@ -63,9 +64,16 @@ def said():
         yield FakeMetric.said
 
 
-def test_every_record_sets_its_metrics(said):
+@pytest.fixture
+def metrics():
+    """Begun by the test, and ended after it."""
+    found = RayMetrics("first")
+    yield found
+    found.close()
+
+
+def test_every_record_sets_its_metrics(said, metrics):
     """Mappings give a value a key, under a label; counters add up; each has the run's name."""
-    metrics = RayMetrics("first")
     metrics.on_start(10, 0)
     metrics.on_step(STEP)
     metrics.on_step(STEP)
@@ -80,13 +88,30 @@ def test_every_record_sets_its_metrics(said):
     assert {key[1] for key in said} == {"first"}
 
 
-def test_what_is_not_there_is_not_said(said):
+def test_what_is_not_there_is_not_said(said, metrics):
     """No norm without clipping, no hiding factor where nothing is hidden: None is no number."""
-    metrics = RayMetrics("first")
     metrics.on_start(10, 0)
     metrics.on_step(dataclasses.replace(STEP, grad_norm=None))
     metrics.on_lanes(dataclasses.replace(LANES, hiding_factor=None))
     assert not [key for key in said if key[0] in (PREFIX + "grad_norm", PREFIX + "hiding_factor")]
+
+
+def test_gauges_are_said_again_until_the_end(said, metrics, monkeypatch):
+    """Ray's agent forgets a value that nobody repeats, and an evaluation or a long step is minutes away. Counters are
+    not raised again."""
+    monkeypatch.setattr(ray_metrics, "_REPEAT_SECONDS", 0.01)
+    metrics.on_start(10, 0)
+    metrics.on_step(STEP)
+    metrics.on_eval(EVAL)
+    del said[PREFIX + "eval_loss", "first"]
+    deadline = time.monotonic() + 10
+    while (PREFIX + "eval_loss", "first") not in said and time.monotonic() < deadline:
+        time.sleep(0.01)
+    metrics.close()
+    assert said[PREFIX + "eval_loss", "first"] == 2.25 and said[PREFIX + "tokens", "first"] == 100
+    said.clear()
+    time.sleep(0.05)
+    assert not said
 
 
 def test_fields_and_names_are_there():
@@ -96,9 +121,8 @@ def test_fields_and_names_are_there():
     assert len(set(names)) == len(names) and all(name.replace("_", "").isalpha() for name in names)
 
 
-def test_a_step_costs_the_driver_less_than_a_millisecond():
+def test_a_step_costs_the_driver_less_than_a_millisecond(metrics):
     """With Ray's own classes, which hand the values to its core: 0.5 % of a step of 0.2 s."""
-    metrics = RayMetrics("first")
     metrics.on_start(10, 0)
     seconds = []
     for _ in range(50):
