@@ -217,6 +217,11 @@ class CheckpointSection(Section):
         description="Newest checkpoints that stay; older ones go once a new one is complete, so the disk holds one "
         "more for a moment. null: all.",
     )
+    async_save: bool = Field(
+        False,
+        description="Train on while a checkpoint is written. A layer is written before its next update may start, so "
+        "updates wait for a disk that is slower than a step, and no state is held twice. Same bits.",
+    )
     on_save_error: Literal["continue", "stop"] = Field(
         "continue",
         description="When a checkpoint cannot be written (disk full, directory gone): go on without it, or end the "

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from slideformer_ray.actors.lanes import StepInputs
 from slideformer_ray.actors.process import ActorReport
 from slideformer_ray.budget import NUM_BATCH_BUFFERS, PRIVATE, BytePlan, Machine, resolve
-from slideformer_ray.checkpoint import CheckpointWriter, SaveFailed, remove_remains
+from slideformer_ray.checkpoint import CheckpointWriter, SavedCheckpoint, SaveFailed, remove_remains
 from slideformer_ray.config import ConfigError, RunConfig
 from slideformer_ray.data.batches import DataSet, StepBatch
 from slideformer_ray.durable import fsync_path
@@ -152,7 +152,9 @@ class Trainer:
         self._next_batch: StepBatch | None = None  # of the step after the last one submitted
         self._last_checkpoint = self.resume_from  # complete, to the best of this run's knowledge
         self._saved_at = time.monotonic()  # the last checkpoint, or the start
+        self._saved_state: dict[str, Any] = {}  # of the save under way
         self._failed_saves = 0
+        self.saves: list[SavedCheckpoint] = []  # those of this run that are complete
         self._train_steps = 0  # submitted in this process: where the shared counters stand
         self._steps_done = 0  # of the whole training, those before a resumed checkpoint included
         self._stopping, self._interrupted = False, False
@@ -228,6 +230,7 @@ class Trainer:
             for metrics in self._run_steps(tiers, first):
                 last = metrics.loss
                 yield metrics
+            self._end_save()
             self._stepping = False
             if self._interrupted:
                 self._end_interrupted()
@@ -320,6 +323,9 @@ class Trainer:
                 bool(self.data.eval) and training.eval_every > 0 and done % training.eval_every == 0 and done < total
             )
             saves = self._save_is_due(done)
+            if saves and self.config.checkpoint.async_save:
+                self._save(done)
+                saves = False
             if evaluates or saves or done == total:
                 while ahead:
                     yield self._finish(tiers, ahead.popleft())
@@ -339,26 +345,51 @@ class Trainer:
         return by_clock or (saving.save_every > 0 and done % saving.save_every == 0)
 
     def _save(self, done: int) -> None:
-        """Save the state after `done` steps, which have all been gathered."""
+        """Save the state after `done` steps, which have all been submitted; with async_save only begin to.
+
+        One save at a time: on a disk that is slower than save_every, the run waits here for the last one.
+        """
+        self._end_save()
         self._saved_at = time.monotonic()
-        try:
+        self._saved_state = {"peak_learning_rate": self._peak_rate, "skipped_in_a_row": self._skipped_in_a_row}
+        with self._save_may_fail(done):
             self._writer.begin(done)
-            saved = self._writer.finish(self._training_state())
-            assert saved is not None
+        if not self.config.checkpoint.async_save:
+            self._end_save()
+
+    def _end_save(self) -> None:
+        """Wait for the save that is under way, if there is one."""
+        if (done := self._writer.steps_done) is not None:
+            with self._save_may_fail(done):
+                self._note(self._writer.finish(self._training_state(done)))
+
+    def _poll_save(self) -> None:
+        """Complete the save that is under way, if its steps are gathered and everything is written."""
+        if (done := self._writer.steps_done) is not None and done <= self._steps_done:
+            with self._save_may_fail(done):
+                self._note(self._writer.poll(self._training_state(done)))
+
+    def _note(self, saved: SavedCheckpoint | None) -> None:
+        if saved is not None:
             self._last_checkpoint = saved.path
+            self.saves.append(saved)
+
+    @contextmanager
+    def _save_may_fail(self, done: int) -> Iterator[None]:
+        try:
+            yield
         except SaveFailed as error:
             self._failed_saves += 1
             if self.config.checkpoint.on_save_error == "stop":
                 raise
             log.warning("no checkpoint of step %d: %s", done, error)
 
-    def _training_state(self) -> dict[str, Any]:
+    def _training_state(self, done: int) -> dict[str, Any]:
         """What a resumed run needs beside tensors. No generator's state: every draw is a function of seed and step."""
         return {
             "rows": self._rows,
-            "data_position": self._steps_done * self.config.training.rows_per_step,
-            "peak_learning_rate": self._peak_rate,
-            "skipped_in_a_row": self._skipped_in_a_row,
+            "data_position": done * self.config.training.rows_per_step,
+            **self._saved_state,
             "config": self.config.model_dump(mode="json"),
             "versions": version_numbers(),
         }
@@ -366,10 +397,10 @@ class Trainer:
     def _end_interrupted(self) -> None:
         """Save, if the run saves at all, and raise Interrupted."""
         done = self._steps_done
-        if self.config.checkpoint.enabled and (
-            self._last_checkpoint is None or self._last_checkpoint.name != f"step-{done}"
-        ):
+        last = self._last_checkpoint
+        if self.config.checkpoint.enabled and (last is None or last.name != f"step-{done}"):
             self._save(done)
+            self._end_save()
         saved = self._last_checkpoint
         way = f"; {saved} is saved: continue with checkpoint.resume=auto" if saved else "; nothing is saved"
         raise Interrupted(f"after step {done - 1}{way}")
@@ -388,6 +419,8 @@ class Trainer:
             peak_learning_rate=self._peak_rate,
         )
         self._train_steps += 1
+        if self._writer.steps_done == step:  # the first step after the one that is being saved
+            self._saved_state["peak_learning_rate"] = self._peak_rate
         return _Submitted(submitted, batch, time.perf_counter())
 
     def _finish(self, tiers: Tiers, submitted: _Submitted) -> StepMetrics:
@@ -400,6 +433,7 @@ class Trainer:
         self._step_seconds.append(seconds)
         self._tokens += submitted.batch.num_tokens
         self._read_memory(tiers)
+        self._poll_save()
         metrics = StepMetrics(
             step=submitted.pending.inputs.step,
             loss=report.gpu.loss,
@@ -433,11 +467,12 @@ class Trainer:
 
     def _count(self, step: int, report: StepReport) -> None:
         self._peak_gpu_bytes = max(self._peak_gpu_bytes, report.gpu.peak_gpu_bytes)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if report.gpu.skipped else 0
+        if self._writer.steps_done == step + 1:
+            self._saved_state["skipped_in_a_row"] = self._skipped_in_a_row
         if not report.gpu.skipped:
-            self._skipped_in_a_row = 0
             return
         self._skipped += 1
-        self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self.config.optimizer.max_skipped_steps:
             raise TrainingDiverged(
                 f"{self._skipped_in_a_row} steps in a row up to step {step} had a gradient norm of NaN or infinity and "

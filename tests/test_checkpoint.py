@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import threading
+import time
 
 import pytest
 import torch
@@ -166,6 +167,38 @@ def test_a_clock_saves_too(tmp_path):
     assert [step for step, _ in complete_checkpoints(record.config.run_dir)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("num_actors", [1, 2])
+def test_an_asynchronous_save_has_the_bits_of_its_step(tmp_path, straight, saved, monkeypatch, num_actors):
+    """Training goes on while a slow disk writes: updates wait for their block, and the saved state is of one step.
+    The run itself has the straight run's losses, and so has one that is resumed from there."""
+    pwrite = os.pwrite
+
+    def slow_pwrite(descriptor, data, offset):
+        time.sleep(0.02)
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow_pwrite)
+    record = run(tmp_path, checkpoint__async_save=True, placement__num_optimizer_actors=num_actors)
+    assert [m.loss for m in record.steps] == [m.loss for m in straight.steps]
+    found = [path for _, path in complete_checkpoints(record.config.run_dir)]
+    assert [path.name for path in found] == ["step-4", "step-8"]
+    assert differing(bits_of(found[0]), bits_of(saved)) == []
+    assert differing(bits_of(found[1]), bits_of(checkpoint_dir(straight.config.run_dir, STEPS))) == []
+    assert record.trainer.saves[0].update_waited_seconds > 0  # an update did wait
+    resumed = run(tmp_path / "resumed", checkpoint__resume=found[0])
+    assert [m.loss for m in resumed.steps] == [m.loss for m in straight.steps[SAVED_AT:]]
+
+
+def test_a_slower_disk_than_save_every_loses_no_checkpoint(tmp_path, straight):
+    """A save is due after every step: each waits for the one before, and each has its step's bits."""
+    record = run(tmp_path, checkpoint__async_save=True, checkpoint__save_every=1, checkpoint__keep=None)
+    assert [m.loss for m in record.steps] == [m.loss for m in straight.steps]
+    assert [step for step, _ in complete_checkpoints(record.config.run_dir)] == list(range(1, STEPS + 1))
+    for step in (SAVED_AT, STEPS):
+        ends = [bits_of(checkpoint_dir(r.config.run_dir, step)) for r in (record, straight)]
+        assert differing(*ends) == []
+
+
 def test_an_interrupted_run_saves_after_its_steps(tmp_path, straight):
     """SIGTERM or Ctrl-C: the steps under way end and are saved; going on gives the straight run's bits."""
 
@@ -222,11 +255,15 @@ SPOILED = {
 
 @pytest.mark.parametrize("what", SPOILED)
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
-def test_a_save_that_fails_costs_the_checkpoint_or_stops_the_run(tmp_path, monkeypatch, caplog, what, on_error):
+@pytest.mark.parametrize("background", [False, True], ids=["in the foreground", "in the background"])
+def test_a_save_that_fails_costs_the_checkpoint_or_stops_the_run(
+    tmp_path, monkeypatch, caplog, what, on_error, background
+):
     """As the config says; what happened is said with the file's name, and nothing half-written stays."""
     spoil, message = SPOILED[what]
     spoil_second_save(monkeypatch, spoil(monkeypatch))
     arguments = {"training__steps": 2, "checkpoint__save_every": 1, "checkpoint__on_save_error": on_error}
+    arguments["checkpoint__async_save"] = background
     if on_error == "stop":
         with pytest.raises(SaveFailed, match=message):
             run(tmp_path, **arguments)
