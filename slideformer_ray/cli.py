@@ -282,6 +282,28 @@ def status(
                 live.update(shown(), refresh=True)
 
 
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    out: Annotated[Path, typer.Option(help="The Hugging Face directory to make.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Of this checkpoint. Default: the newest.")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32: the exact masters; bf16: those, rounded.")] = "fp32",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make a Hugging Face directory from a checkpoint's exact masters."""
+    with _exit_codes(debug):
+        if dtype not in ("fp32", "bf16"):
+            raise ConfigError(f"--dtype: give fp32 or bf16 (found {dtype})")
+        from slideformer_ray.export import export_model
+
+        exported = export_model(run_dir.absolute(), out.absolute(), step, "fp32" if dtype == "fp32" else "bf16")
+        if as_json:
+            _print_json(dataclasses.asdict(exported))
+        else:
+            _print_lines([f"{exported.out_dir}: {exported.dtype} masters after step {exported.steps_done - 1}"])
+
+
 # ----------------------------------------------------------------------------------------------------------- the pieces
 
 

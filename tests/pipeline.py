@@ -150,7 +150,7 @@ def save(tiers: Any, config: RunConfig, steps_done: int) -> Path:
     """A complete checkpoint of what the tiers hold, between two steps."""
     writer = CheckpointWriter(config, tiers.spec, tiers)
     writer.begin(steps_done)
-    return writer.finish({}).path
+    return writer.finish({"config": config.model_dump(mode="json")}).path
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
