@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ import typer
 from slideformer_ray.config import GIB, ConfigError, RunConfig
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from slideformer_ray.trainer import Summary, Trainer
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -304,7 +307,97 @@ def export(
             _print_lines([f"{exported.out_dir}: {exported.dtype} masters after step {exported.steps_done - 1}"])
 
 
+@app.command()
+def bench(
+    shape: Annotated[
+        str, typer.Argument(metavar="SHAPE", help="A name (qwen2.5-3b), a config.json or a directory that holds one.")
+    ],
+    overrides: Overrides = None,
+    rows: Annotated[str, typer.Option(help="Rows of a step; several: 8,16,32.")] = "8",
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
+    micro_batch_rows: Annotated[int | None, typer.Option(min=1, help="Default: all rows of the step.")] = None,
+    gpu_gib: Annotated[float | None, typer.Option(help="GPU budget. Default: what is free.")] = None,
+    actors: Annotated[int | None, typer.Option(min=1, help="Optimizer actors.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each optimizer actor.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 7,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 2,
+    compare: Annotated[
+        str | None, typer.Option(metavar="resident", help="Measure the model that lies on the GPU whole, in this run.")
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="The tiers as threads of one process, without Ray.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory for results.jsonl and a trace of each line.")] = None,
+    time_limit: Annotated[float | None, typer.Option(min=1, help="Seconds after which no more is begun.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure steps of a model shape with random weights on random tokens: time, speed, memory, what the GPU waits for.
+
+    Each line is measured in a process of its own. `--json` prints a line of JSON each, as it comes.
+    """
+    with _exit_codes(debug), tempfile.TemporaryDirectory(prefix="slideformer-ray-bench-") as scratch:
+        if compare not in (None, "resident"):
+            raise ConfigError(f"--compare: give resident (found {compare})")
+        from slideformer_ray.bench.case import model_directory, window_cases
+        from slideformer_ray.bench.result import Failure, Outcome, to_line
+        from slideformer_ray.bench.run import Benchmark
+        from slideformer_ray.bench.tables import tables
+
+        name, model_dir = model_directory(shape, Path(scratch))
+        given = {
+            "budget.gpu_gib": gpu_gib,
+            "placement.num_optimizer_actors": actors,
+            "placement.threads_per_optimizer_actor": threads,
+        }
+        settings = [f"{key}={value}" for key, value in given.items() if value is not None]
+        cases = window_cases(
+            name,
+            model_dir,
+            _numbers("--rows", rows),
+            seq_len,
+            micro_batch_rows,
+            [*settings, *(overrides or ())],
+            out,
+            warmup=warmup,
+            steps=steps,
+            local=local,
+        )
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+
+        def hear(outcome: Outcome) -> None:
+            if as_json:
+                print(to_line(outcome), flush=True)
+            if out is not None:
+                with (out / "results.jsonl").open("a") as file:
+                    file.write(to_line(outcome) + "\n")
+
+        outcomes = Benchmark(cases, compare == "resident", time_limit, debug).run(hear, _say)
+        if not as_json:
+            _print_table(tables(outcomes))
+        if any(isinstance(outcome, Failure) and outcome.crashed for outcome in outcomes):
+            raise typer.Exit(FAILED)
+
+
 # ----------------------------------------------------------------------------------------------------------- the pieces
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Positive integers, with commas between them. Raises ConfigError."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise ConfigError(f"{option}: give positive integers, with commas between several (found {text})")
+    return found
+
+
+def _print_table(table: Group) -> None:
+    """As wide as it is, where stdout is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    Console(width=None if console.is_terminal else 200).print(table)
 
 
 def _sizes(config: RunConfig) -> tuple[int, int]:

@@ -48,6 +48,11 @@ class Machine:
         return replace(machine, physical_cores=cores) if cores is not None else machine
 
 
+def device_name(machine: Machine, device: str) -> str:
+    """What a measurement was made on. device: "cuda" or "cpu"."""
+    return f"{machine.gpu_name if device == 'cuda' else 'CPU'}, {machine.physical_cores} cores"
+
+
 def physical_cores() -> int:
     """Cores this process may run on, hyper-threads counted once."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

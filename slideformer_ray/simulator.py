@@ -519,6 +519,18 @@ class Timeline:
         return backward / hidden if hidden else math.inf
 
     @property
+    def forward_hiding_factor(self) -> float:
+        """T_fwd / T_h2d over the decoder layers (SlideFormer, section 3.1): 1 or more can hide all uploads of
+        parameters that the forward reads. Infinite where no layer has to be uploaded for it."""
+        forward = sum(run.seconds for run in self.runs if run.op.kind == "forward")
+        # A layer's first upload of a step is the forward's; the second, if it did not stay, the backward's.
+        first: dict[tuple[int, int], float] = {}
+        for run in self.runs:
+            if run.op.kind == "upload_params":
+                first.setdefault((run.step, run.op.block), run.seconds)
+        return forward / sum(first.values()) if first else math.inf
+
+    @property
     def critical_path(self) -> list[Run]:
         """The chain of runs, each started by the end of the one before, that ends last: they sum to `seconds`."""
         path = [max(self.runs, key=lambda run: run.end)]

@@ -529,6 +529,15 @@ def test_the_hiding_factor_is_the_papers():
     assert evaluation.hiding_factor == float("inf")
 
 
+def test_the_forward_hides_the_uploads_of_its_own_layers():
+    """Of a layer's uploads in a step the first is the forward's; those for the backward do not count."""
+    durations = Durations({**ONE_SECOND.seconds, "forward": 3.0, "upload_params": 2.0})
+    timeline = simulate([build_step(shape_of(5, 2))] * 2, durations)
+    uploads = sum(run.op.kind == "upload_params" for run in timeline.runs)
+    assert uploads > 2 * 5  # some layers come twice
+    assert timeline.forward_hiding_factor == 2 * 3.0 / 2.0
+
+
 def test_durations_from_rates():
     """Bytes over bandwidth, a slice of the parameters times the update's rate; a tied head sends no second gradient."""
     rates = dict(

@@ -30,6 +30,7 @@ class LaneMetrics:
 
     step: int
     hiding_factor: float | None  # backward over what it can hide; None where nothing has to be hidden
+    forward_hiding_factor: float | None  # the same for the forward and the uploads of its layers
     busy_seconds: Mapping[str, float]  # by lane
     gb_per_second: Mapping[str, float]  # by lane that moves bytes, while it was busy
     exposed_seconds: Mapping[str, float]  # idle time of the compute lane, by cause
@@ -80,7 +81,8 @@ def lane_metrics(
     queue = longest_queue(timeline)
     return LaneMetrics(
         step=steps[-1].step,
-        hiding_factor=timeline.hiding_factor if math.isfinite(timeline.hiding_factor) else None,
+        hiding_factor=_finite(timeline.hiding_factor),
+        forward_hiding_factor=_finite(timeline.forward_hiding_factor),
         busy_seconds=busy,
         gb_per_second={lane: moved[lane] / count / busy[lane] / 1e9 for lane in busy if moved[lane] and busy[lane]},
         exposed_seconds={cause: seconds / count for cause, seconds in timeline.exposed_seconds.items()},
@@ -88,6 +90,10 @@ def lane_metrics(
         free_gradient_slots=max(0, layout.gradient_slots - queue),
         gpu_sensors=dict(sensors),
     )
+
+
+def _finite(factor: float) -> float | None:
+    return factor if math.isfinite(factor) else None
 
 
 def op_bytes(op: Op, spec: ModelSpec, layout: RunLayout, step: StepInputs) -> int:

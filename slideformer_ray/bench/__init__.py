@@ -1,0 +1,1 @@
+"""`slideformer-ray bench`: step time, speed and memory of a model shape on this machine, with random weights."""
