@@ -12,7 +12,9 @@ layer):
     V x E and V x 4             the head's parameters, then its gradient; fp32 sum of the vocabulary's gradients
     activation_slots x cell x E inputs of the layers, one micro-batch each
 What a layer needs while it computes comes from PyTorch's caching allocator on the compute stream; the micro-batch
-bounds it. Tested by tests/actors/test_sliding_window.py against reference.py.
+bounds it. So does what the last layers keep from forward to backward, where the budget has room for it.
+
+Tested by tests/actors/test_sliding_window.py against reference.py.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,6 +52,7 @@ from slideformer_ray.memory.shared_buffer import SharedBuffer
 from slideformer_ray.memory.slots import SlotPool, SlotState
 from slideformer_ray.model.autograd_layer import Layer, LayerChoice, make_layer
 from slideformer_ray.model.layers import HeadTemplate, LayerTemplate, RotaryTable, flat_views, padding_row
+from slideformer_ray.model.recompute import Kept, RecomputedLayer
 from slideformer_ray.model.spec import BlockSpec, ModelSpec
 from slideformer_ray.observe.gpu_sensors import read_gpu_sensors
 from slideformer_ray.observe.trace import Span
@@ -194,6 +198,7 @@ class SlidingWindow:
             "download_activation": self._download_activation,
         }
         self._micro_batches: list[_MicroBatch] = []
+        self._kept: dict[tuple[int, int], Kept] = {}  # by block and micro-batch
         self._inputs: StepInputs | None = None
 
     # ------------------------------------------------------------------------------------------------------- one step
@@ -272,6 +277,7 @@ class SlidingWindow:
                 )
             )
             start = stop
+        self._kept.clear()  # of a step that failed
         self._loss_sum.zero_()
         self._square_sums.zero_()
         if self.device.type == "cuda":
@@ -381,8 +387,22 @@ class SlidingWindow:
         block, params = self._params(op)
         self._fresh(op.out_slot)
         out = self._cell(op.out_slot, batch)
-        self._layers[block.template].forward(self._cell(op.slot, batch), batch.cos, batch.sin, params, out=out)
+        layer, x = self._layers[block.template], self._cell(op.slot, batch)
+        if isinstance(layer, RecomputedLayer) and (kept := self._to_keep(op)):
+            layer.forward(x, batch.cos, batch.sin, params, out=out, kept=kept)
+        else:
+            layer.forward(x, batch.cos, batch.sin, params, out=out)
         unit.end_use(release=op.last)
+
+    def _to_keep(self, op: Op) -> Kept | None:
+        """Where the layer's forward leaves what its backward would compute again: in the last layers, which the
+        backward reaches first."""
+        assert self._inputs is not None
+        from_the_end = self.spec.num_layers - op.block
+        attention, gate_up = from_the_end < self.layout.kept_attention, from_the_end < self.layout.kept_gate_up
+        if not self._inputs.shape.train or not (attention or gate_up):
+            return None
+        return self._kept.setdefault((op.block, op.micro_batch), Kept(attention, gate_up))
 
     def _backward(self, op: Op) -> None:
         batch = self._micro_batches[op.micro_batch]
@@ -391,8 +411,11 @@ class SlidingWindow:
         block, params = self._params(op)
         if op.first and self._has_padding:
             self._layer_sum.zero_()  # what another layer, or another number of micro-batches, left between parameters
-        cell = self._cell(op.slot, batch)
-        self._layers[block.template].backward(
+        cell, layer = self._cell(op.slot, batch), self._layers[block.template]
+        backward = layer.backward
+        if isinstance(layer, RecomputedLayer):
+            backward = partial(layer.backward, kept=self._kept.pop((op.block, op.micro_batch), None))
+        backward(
             cell,
             batch.cos,
             batch.sin,

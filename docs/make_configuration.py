@@ -36,6 +36,8 @@ _UNITS = (
     ("threads_per_optimizer_actor", "threads"),
     ("units", "units"),
     ("slots", "slots"),
+    ("kept_attention", "layers"),
+    ("kept_gate_up", "layers"),
 )
 
 _INTRODUCTION = """\

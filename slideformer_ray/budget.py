@@ -19,12 +19,13 @@ from slideformer_ray.machine import Machine
 from slideformer_ray.memory.counters import CounterPage
 from slideformer_ray.memory.host_limits import gib, store_bytes
 from slideformer_ray.model.spec import ModelSpec, slice_of
-from slideformer_ray.schedule import StepShape, build_step, shared_counters
+from slideformer_ray.schedule import StepShape, build_step, layers_with_backward, shared_counters
 from slideformer_ray.shortfalls import find_shortfalls, gpu_ceiling, host_ceiling
 
 if TYPE_CHECKING:
     import torch
 
+KERNELS = "SLIDEFORMER_KERNELS"  # the variable of kernels/switch.py, which imports torch
 BATCH_ROWS = 2  # a batch buffer holds two rows: ids and targets
 NUM_SCALARS = 2
 # Two steps are submitted at a time, and the second one's successor is there too: its embedding rows are updated first.
@@ -72,6 +73,8 @@ class RunLayout:
     gradient_units: int
     gradient_slots: int
     activation_slots: int
+    kept_attention: int  # decoder layers, from the last, whose backward finds attention's results on the GPU
+    kept_gate_up: int  # the same of the gate and up projections
     num_host_cells: int
     max_micro_batches: int
     cell_tokens: int  # tokens of the largest micro-batch
@@ -220,7 +223,7 @@ class Draft:
         return self._plan(replace(layout, gradient_slots=fewest))
 
     def gpu_bytes(self) -> int:
-        return _total(self._compute_items()) + self._activation_slots() * self.cell_bytes
+        return _total(self._compute_items()) + self._activation_slots() * self.cell_bytes + _total(self._kept_items())
 
     def fits_gpu(self) -> bool:
         return self.gpu_limit is None or self.gpu_bytes() <= self.gpu_limit
@@ -255,6 +258,8 @@ class Draft:
             gradient_units=placement.gradient_units,
             gradient_slots=self._gradient_slots()[0],
             activation_slots=slots,
+            kept_attention=self._kept()[0],
+            kept_gate_up=self._kept()[1],
             num_host_cells=0,
             max_micro_batches=config.num_micro_batches,
             cell_tokens=self.cell_tokens,
@@ -282,6 +287,57 @@ class Draft:
         else:
             wanted = min(most, (self.gpu_limit - _total(self._compute_items())) // self.cell_bytes)
         return max(FEWEST_ACTIVATION_SLOTS, wanted)
+
+    @property
+    def written_out(self) -> bool:
+        """Whether layers run by model/recompute.py."""
+        return self.spec.written_out and self.config.placement.layers in ("auto", "recomputed")
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.device == "cuda" and os.environ.get(KERNELS) != "torch"
+
+    def _kept(self) -> tuple[int, int]:
+        """(layers that keep attention's results, those that keep gate and up), from the last.
+
+        By default what the GPU budget leaves when every activation has its slot, attention's first: they save the more
+        time a byte. Raises ConfigError for a number where layers keep nothing.
+        """
+        placement = self.config.placement
+        given = placement.kept_attention, placement.kept_gate_up
+        if not self.written_out:
+            if any(given):
+                raise ConfigError(
+                    "placement.kept_attention and placement.kept_gate_up are for layers that are written out "
+                    "(placement.layers: auto or recomputed, a family that is); leave them out"
+                )
+            return 0, 0
+        most = len(layers_with_backward(self.trainable))
+        room = 0
+        if self._activation_slots() >= self._most_cells():
+            taken = _total(self._compute_items()) + self._activation_slots() * self.cell_bytes
+            room = max(0, (self.gpu_limit or 0) - taken)
+        # The attention that fp32 and deterministic runs take may record several times as much.
+        training = self.config.training
+        if training.precision != "bf16" or training.deterministic or not self.has_kernels:
+            given = given[0] or 0, given[1]
+        counts = []
+        for count, each in zip(given, self._kept_bytes(), strict=True):
+            chosen = min(most, room // each if count is None else count)
+            room = max(0, room - chosen * each)
+            counts.append(chosen)
+        return counts[0], counts[1]
+
+    def _kept_bytes(self) -> tuple[int, int]:
+        """Of one layer over the micro-batches of a step: (attention, gate and up). See model/recompute.py.
+
+        A softmax statistic of 4 bytes a head and token is attention's too, and 1 % is for the allocator's rounding.
+        """
+        spec, tokens = self.spec, self.cell_tokens * self.config.num_micro_batches
+        queries, keys = spec.width("q_proj"), spec.width("k_proj")
+        attention = (spec.hidden_size + 2 * queries + 2 * keys) * self.e + queries // 32 * 4
+        gate_up = 2 * self.intermediate_size * self.e
+        return int(1.01 * tokens * attention), int(1.01 * tokens * gate_up)
 
     def _gradient_slots(self) -> tuple[int, int]:
         """(most, fewest) host slots for the decoder layers' gradients. Raises ConfigError for too few with clipping."""
@@ -313,6 +369,7 @@ class Draft:
             items=(
                 *self._compute_items(),
                 activations,
+                *self._kept_items(),
                 *self._pinned_items(layout, buffers),
                 *self._private_items(layout, trained),
             ),
@@ -329,7 +386,9 @@ class Draft:
         spec, placement, e = self.spec, self.config.placement, self.e
         largest = spec.largest_decoder_numel
         vocab = spec.embed.numel + spec.head.numel if spec.tied else max(spec.embed.numel, spec.head.numel)
-        working = working_bytes(spec, self.intermediate_size, self.cell_tokens, e)
+        working = (written_out_bytes if self.written_out and self.has_kernels else autograd_bytes)(
+            spec, self.intermediate_size, self.cell_tokens, e
+        )
         found = {
             f"{placement.param_units} parameter units": placement.param_units * largest * e,
             f"{placement.gradient_units} gradient units": placement.gradient_units * largest * e,
@@ -343,6 +402,14 @@ class Draft:
         else:
             found["PyTorch's CPU kernels, one a shape"] = CPU_KERNELS_BYTES
         return [ByteItem(self.compute_tier, what, nbytes) for what, nbytes in found.items()]
+
+    def _kept_items(self) -> list[ByteItem]:
+        found = zip(self._kept(), ("attention", "gate and up"), self._kept_bytes(), strict=True)
+        return [
+            ByteItem(self.compute_tier, f"{count} layers' {what}, kept for the backward", count * each)
+            for count, what, each in found
+            if count
+        ]
 
     def _head_bytes(self) -> int:
         """A chunk of logits and, in the PyTorch form of linear_cross_entropy.py, two fp32 copies, up to the budget.
@@ -391,8 +458,15 @@ class Draft:
         return buffer_bytes(layout.num_optimizer_actors) if saving else 0
 
 
-def working_bytes(spec: ModelSpec, intermediate_size: int, tokens: int, element_bytes: int) -> int:
-    """What recompute and backward of one decoder layer take beside the units, for one micro-batch.
+def written_out_bytes(spec: ModelSpec, intermediate_size: int, tokens: int, element_bytes: int) -> int:
+    """What the backward of one layer takes beside the units, for one micro-batch, by model/recompute.py; and 5 %."""
+    queries, keys = spec.width("q_proj"), spec.width("k_proj")
+    per_token = 3 * intermediate_size + 3 * spec.hidden_size + 2 * queries + 2 * keys
+    return int(1.05 * per_token * tokens * element_bytes)
+
+
+def autograd_bytes(spec: ModelSpec, intermediate_size: int, tokens: int, element_bytes: int) -> int:
+    """The same by autograd (model/autograd_layer.py), and by the plain PyTorch beside the kernels.
 
     Counted from the tensors that autograd keeps in a plain Llama layer, per token: about 6 of the MLP's width and 16 of
     the model's. Worked, Qwen2.5-3B (2048, 11008) at 32 x 1024 tokens in bf16: (6 x 11008 + 16 x 2048) x 2 x 32768 =

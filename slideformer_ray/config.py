@@ -178,6 +178,17 @@ class PlacementSection(Section):
         description="Micro-batch activations that stay on the GPU; the rest travel to pinned host memory and back. "
         "Default: as many as the GPU budget allows.",
     )
+    kept_attention: NonNegativeInt | None = Field(
+        None,
+        description="Decoder layers, counted from the last, whose forward keeps attention's results on the GPU for the "
+        "backward, which else computes them again. Default: as many as the GPU budget allows once all activations have "
+        "a slot; none on the CPU device, in fp32 and with `training.deterministic`.",
+    )
+    kept_gate_up: NonNegativeInt | None = Field(
+        None,
+        description="The same of the MLP's gate and up projections, which take more memory for the time they save. "
+        "Default: as many as the GPU budget allows after `kept_attention`.",
+    )
     address: str | None = Field(
         None, description="A running Ray cluster to join (`auto` inside a job). Default: a private local node."
     )

@@ -450,15 +450,21 @@ def _same_update(op: Op, kind: str, fields: dict[str, Any]) -> bool:
     return op.kind == kind and op.block == fields["block"]
 
 
+def layers_with_backward(trainable: Sequence[bool]) -> range:
+    """Decoder layers in the order of the backward, down to the lowest trained block. trainable: of every block."""
+    num_layers, lowest = len(trainable) - 2, trainable.index(True)
+    return range(num_layers - 1, max(lowest - 1, 0) - 1, -1)
+
+
 @lru_cache(maxsize=64)
 def build_step(shape: StepShape) -> StepPlan:
     """The plan of one step. Deterministic in `shape`; cached."""
     s, b = shape, _Builder(shape)
     num_layers, num_micro = s.num_layers, s.num_micro_batches
-    lowest = min((i for i, t in enumerate(s.trainable) if t), default=s.head + 1)
-    if s.train and lowest > s.head:
+    if s.train and not any(s.trainable):
         raise ValueError("every parameter is frozen: there is nothing to train")
-    backward_layers = range(num_layers - 1, max(lowest - 1, 0) - 1, -1) if s.train else range(0)
+    lowest = s.trainable.index(True) if s.train else s.head + 1
+    backward_layers = layers_with_backward(s.trainable) if s.train else range(0)
 
     # ---- which activation cell and which layer is needed when: one entry a compute operation, in program order
     compute: list[tuple[str, int, int]] = []  # (kind, layer, micro-batch)

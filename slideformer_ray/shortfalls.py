@@ -66,9 +66,15 @@ def _gpu_shortfall(draft: Draft) -> str:
 
 def _gpu_mend(draft: Draft) -> str:
     config = draft.config
-    draft = draft.changed("placement", activation_slots=None)
+    given = [
+        name
+        for name in ("activation_slots", "kept_attention", "kept_gate_up")
+        if getattr(config.placement, name) is not None
+    ]
+    draft = draft.changed("placement", **dict.fromkeys(given))
     if draft.fits_gpu():
-        return "leave placement.activation_slots out, and as many are taken as fit"
+        names = " and ".join(f"placement.{name}" for name in given)
+        return f"leave {names} out, and as many are taken as fit"
     rows = _largest(config.micro_batch_rows - 1, lambda n: draft.changed("training", micro_batch_rows=n).fits_gpu())
     if rows:
         return f"lower training.micro_batch_rows from {config.micro_batch_rows} to {rows}"

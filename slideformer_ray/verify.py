@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slideformer_ray.budget import resolve, working_bytes
+from slideformer_ray.budget import autograd_bytes, resolve
 from slideformer_ray.config import ConfigError, RunConfig
 from slideformer_ray.data.batches import DataSet, StepBatch
 from slideformer_ray.machine import Machine
@@ -279,7 +279,7 @@ class Proof:
         data, spec, element = self.config.data, self.spec, 2 if precision == "bf16" else 4
         tokens = CUT * -(-data.seq_len // data.pad_to_multiple) * data.pad_to_multiple
         # Two references at once; activations of all layers of a micro-batch; its logits, in fp32 and their gradients.
-        activations = spec.num_layers * working_bytes(spec, self.hf_config.intermediate_size, tokens, element)
+        activations = spec.num_layers * autograd_bytes(spec, self.hf_config.intermediate_size, tokens, element)
         resident = 2 * _REFERENCE_BYTES[precision] * spec.num_parameters + activations + 12 * tokens * spec.vocab_size
         # fp32 masters and gradients of every step.
         needed = {"host memory": 8 * self.steps * spec.num_parameters, "GPU memory": 0}

@@ -242,14 +242,14 @@ def test_fewer_optimizer_actors_are_offered_where_their_processes_are_too_much(q
 
 def test_every_tier_that_is_too_small_is_named_at_once(qwen_7b):
     """GPU, RAM and /dev/shm, each with its own line, so that a user need not find them one by one."""
-    error = refusal_of(qwen_7b, machine(gpu_gib=8, ram_gib=64, shm_gib=16))
+    error = refusal_of(qwen_7b, machine(gpu_gib=6, ram_gib=64, shm_gib=16))
     assert [re.split(": | has ", line)[0] for line in error.shortfalls] == ["GPU memory", "host memory", "/dev/shm"]
     assert "sudo mount -o remount,size=" in error.shortfalls[2]
 
 
 def test_the_micro_batch_that_is_offered_is_the_largest_that_fits(qwen_7b):
     """A setting is tried out before it is offered."""
-    host = machine(gpu_gib=16)
+    host = machine(gpu_gib=12)
     (line,) = refusal_of(qwen_7b, host, training={"micro_batch_rows": 32}).shortfalls
     rows = int(re.search(r"lower training.micro_batch_rows from 32 to (\d+)", line)[1])
     plan_of(qwen_7b, host, training={"micro_batch_rows": rows})
@@ -272,8 +272,53 @@ def test_a_gpu_too_small_for_the_units_is_said_to_be(qwen_7b):
 
 def test_too_many_activation_slots_are_to_be_left_to_the_plan(qwen_7b):
     """The user's number does not fit, the default does."""
-    (line,) = refusal_of(qwen_7b, machine(gpu_gib=14), placement={"activation_slots": 232}).shortfalls
+    (line,) = refusal_of(qwen_7b, machine(gpu_gib=12), placement={"activation_slots": 232}).shortfalls
     assert "leave placement.activation_slots out" in line
+
+
+def test_what_the_gpu_has_left_saves_recomputation(qwen_7b):
+    """Attention of the last layers first, then gate and up, never more than the budget; all of it on a large GPU."""
+    found = []
+    for gib in (14, 24, 40, 140):
+        plan = plan_of(qwen_7b, machine(gib))
+        layout = plan.layout
+        assert plan.gpu_bytes <= plan.gpu_limit
+        assert bool(layout.kept_gate_up) <= (layout.kept_attention == 28)
+        found.append((layout.kept_attention, layout.kept_gate_up))
+    assert found == sorted(found) and found[0] == (0, 0) and found[-1] == (28, 28)
+    assert 0 < found[1][0] < 28
+
+
+def test_activations_that_travel_leave_no_room_to_keep_more(qwen_7b):
+    """A slot for every activation comes first."""
+    layout = plan_of(qwen_7b, machine(12)).layout
+    assert layout.num_host_cells and (layout.kept_attention, layout.kept_gate_up) == (0, 0)
+
+
+def test_layers_without_a_backward_keep_nothing():
+    """Below the lowest trained layer."""
+    hf_config = shape("qwen2.5-7b")
+    frozen = ["model.embed_tokens.*", *(f"model.layers.{i}.*" for i in range(20))]
+    layout = plan_of((describe_model(hf_config, frozen), hf_config.intermediate_size), machine(140)).layout
+    assert (layout.kept_attention, layout.kept_gate_up) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    "placement, training",
+    [({"layers": "compiled"}, {}), ({"device": "cpu"}, {}), ({}, {"precision": "fp32"}), ({}, {"deterministic": True})],
+)
+def test_where_less_is_known_less_is_kept(qwen_7b, placement, training):
+    """Autograd's own layers keep nothing here, and fp32 and deterministic attention record more than is counted."""
+    layout = plan_of(qwen_7b, machine(200, 256), placement=placement, training=training).layout
+    assert (layout.kept_attention, layout.kept_gate_up) == (0, 28 if training else 0)
+
+
+def test_keeping_more_than_fits_is_refused(qwen_7b):
+    """The user's number stays a demand; the plan's own fits."""
+    (line,) = refusal_of(qwen_7b, placement={"kept_attention": 28}).shortfalls
+    assert "leave placement.kept_attention out, and as many are taken as fit" in line
+    with pytest.raises(ConfigError, match="kept_attention and placement.kept_gate_up are for layers that are written"):
+        plan_of(qwen_7b, placement={"kept_gate_up": 2, "layers": "plain"})
 
 
 @pytest.mark.parametrize(

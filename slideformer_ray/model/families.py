@@ -14,6 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2C
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
+from slideformer_ray.kernels import swiglu
+
+# Decoder layers of Llama's structure, which model/recompute.py writes out.
+WRITTEN_OUT = ("LlamaDecoderLayer", "Qwen2DecoderLayer")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -57,6 +62,15 @@ def family_named(model_type: str | None, where: str = "config.json") -> Family:
             f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[model_type]
+
+
+def written_out_obstacle(layer_class: str, activation: str) -> str:
+    """Why model/recompute.py cannot run layers of this class with this hidden_act; empty where it can."""
+    if layer_class not in WRITTEN_OUT:
+        return f"{layer_class} is not written out by hand; those that are: {', '.join(WRITTEN_OUT)}"
+    if activation not in swiglu.ACTIVATIONS:
+        return f"hidden_act {activation!r} has no kernel; those that have: {', '.join(swiglu.ACTIVATIONS)}"
+    return ""
 
 
 def family_of(hf_config: PretrainedConfig) -> Family:

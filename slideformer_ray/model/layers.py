@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PretrainedConfig
 
-from slideformer_ray.model.families import Family, family_named, family_of
+from slideformer_ray.model.families import Family, family_named, family_of, written_out_obstacle
 from slideformer_ray.model.spec import BlockSpec, ModelSpec, ParamSpec, align
 
 
@@ -92,6 +92,7 @@ def describe_model(
         hidden_size=hidden,
         vocab_size=vocab,
         num_layers=hf_config.num_hidden_layers,
+        written_out=not written_out_obstacle(family.decoder_layer.__name__, hf_config.hidden_act),
         checkpoint_dtype=checkpoint_dtype or str(hf_config.dtype or torch.float32).removeprefix("torch."),
     )
 
@@ -179,6 +180,7 @@ class LayerTemplate:
         config = copy.deepcopy(hf_config)
         config._attn_implementation = attn_implementation
         self.kind = family.layer_kind(config, layer)
+        self.activation: str = config.hidden_act
         self.dtype = dtype
         self.device = torch.device(device)
         self.module = _meta_decoder_layer(family, config, layer).to(dtype)

@@ -15,6 +15,11 @@ Memory of a backward, besides the weights' gradients, with T tokens, H hidden, F
 queries and keys, E bytes an element: at the MLP T x (3F + 3H + 2Q + 2K) x E. Worked, Qwen2.5-3B at 32 x 1024 in bf16:
 32,768 x (33,024 + 6,144 + 4,096 + 512) x 2 = 2.7 GiB.
 
+Where there is memory to spare, a forward leaves results behind (`Kept`) that its backward then does not compute again:
+attention's, T x (H + 2Q + 2K) x E and a softmax statistic per head, 0.41 GiB in that example; gate and up, T x 2F x E,
+1.34 GiB. The bits are the same. Attention's save the more time a byte: three products of the four that are repeated,
+and everything between them.
+
 Plain PyTorch where the kernels are (kernels/switch.py). Tested by tests/model/test_recompute.py against autograd
 through transformers' layer: the output and ALL gradients. Speed: benchmarks/bench_layer.py.
 
@@ -33,10 +38,10 @@ from torch import Tensor
 
 from slideformer_ray.kernels import rms_norm, rope, swiglu
 from slideformer_ray.model.attention import attend
+from slideformer_ray.model.families import written_out_obstacle
 from slideformer_ray.model.layers import LayerTemplate
 from slideformer_ray.model.spec import BlockSpec, ParamSpec
 
-STRUCTURES = ("LlamaDecoderLayer", "Qwen2DecoderLayer")
 # What is one product where it can be: projections that read the same input.
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -45,13 +50,37 @@ GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 def obstacle(template: LayerTemplate) -> str:
     """Why `RecomputedLayer` cannot run layers of this kind; empty where it can."""
     module: Any = template.module
-    structure = type(module).__name__
-    if structure not in STRUCTURES:
-        return f"{structure} is not written out by hand; those that are: {', '.join(STRUCTURES)}"
-    activation = module.mlp.config.hidden_act
-    if activation not in swiglu.ACTIVATIONS:
-        return f"hidden_act {activation!r} has no kernel; those that have: {', '.join(swiglu.ACTIVATIONS)}"
-    return ""
+    return written_out_obstacle(type(module).__name__, template.activation)
+
+
+@dataclass
+class Kept:
+    """What a forward leaves for the backward of the same layer and micro-batch.
+
+    attention, gate_up: what is wanted. A forward fills the rest in, a backward takes it and leaves nothing.
+    """
+
+    attention: bool = False
+    gate_up: bool = False
+    attended: _Attended | None = None
+    gate_up_TF: Tensor | None = None
+
+    def take_attended(self) -> _Attended | None:
+        taken, self.attended = self.attended, None
+        return taken
+
+    def take_gate_up(self) -> Tensor | None:
+        taken, self.gate_up_TF = self.gate_up_TF, None
+        return taken
+
+
+@dataclass
+class _Attended:
+    """Attention with autograd's record of it, from queries, keys and values on, and its branch's output."""
+
+    heads: list[Tensor]
+    attended: Tensor
+    branch_TH: Tensor
 
 
 class RecomputedLayer:
@@ -137,24 +166,31 @@ class RecomputedLayer:
         out: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        kept: Kept | None = None,
     ) -> Tensor:
         """[B, S, H] -> the same. cos, sin: [B or 1, S, head_dim]. Attention is causal; cu_seqlens as in `attend`.
 
-        out: where the result goes, contiguous; it may be x. Nothing is recorded for autograd.
+        out: where the result goes, contiguous; it may be x. kept: filled with what it wants.
         """
-        packing = _Packing(cu_seqlens, max_seqlen)
+        packing, kept = _Packing(cu_seqlens, max_seqlen), kept or Kept()
         x_TH = x_BSH.view(-1, x_BSH.shape[-1])
         _, normed_TH = rms_norm.forward(x_TH, params[self._norm1], self._eps[0])
-        q, k, v = self._heads(self._qkv(normed_TH, params), x_BSH.shape)
-        rope.rotate(q, k, cos, sin, out=(q, k))
-        attended_TQ = self._attend(q, k, v, packing).reshape(x_TH.shape[0], -1)
-        branch_TH = self._o(attended_TQ, params)
-        del q, k, v, attended_TQ
-        total = branch_TH if out is None else out.view(x_TH.shape)
+        attention = self._attention(normed_TH, x_BSH.shape, cos, sin, params, packing, record=kept.attention)
+        branch_TH = attention.branch_TH
+        if kept.attention:
+            kept.attended = attention
+        del attention
+        if out is not None:
+            total_TH = out.view(x_TH.shape)
+        else:
+            total_TH = torch.empty_like(x_TH) if kept.attention else branch_TH
         middle_TH, normed_TH = rms_norm.forward(
-            branch_TH, params[self._norm2], self._eps[1], residual=x_TH, sum_out=total
+            branch_TH, params[self._norm2], self._eps[1], residual=x_TH, sum_out=total_TH
         )
-        gate, up = self._gate_up(normed_TH, params).chunk(2, dim=1)
+        gate_up_TF = self._gate_up(normed_TH, params)
+        if kept.gate_up:
+            kept.gate_up_TF = gate_up_TF
+        gate, up = gate_up_TF.chunk(2, dim=1)
         inner_TF = swiglu.forward(gate, up, self._activation)
         return self._down.add_to(middle_TH, inner_TF, params).view(x_BSH.shape)
 
@@ -172,6 +208,7 @@ class RecomputedLayer:
         out: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        kept: Kept | None = None,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """(gradient of x, gradients of the parameters in the order of `pieces`), from the input alone.
 
@@ -179,6 +216,7 @@ class RecomputedLayer:
         grads: where the parameters' gradients go, in their dtype or in fp32, with None for those that are not wanted;
         by default new tensors like the parameters that require a gradient. accumulate: add to what is there.
         out: where the gradient of x goes, contiguous; it may be x or grad_out.
+        kept: what the forward of the same x and params left; it is emptied.
         """
         if grads is None:
             assert not accumulate, "only gradients that the caller holds can be added to"
@@ -189,18 +227,18 @@ class RecomputedLayer:
         num_tokens = x_TH.shape[0]
 
         # The forward again, up to the product that nothing but the output needs.
+        kept = kept or Kept()
         _, normed1_TH = rms_norm.forward(x_TH, params[self._norm1], self._eps[0])
-        q, k, v = self._heads(self._qkv(normed1_TH, params), shape)
-        rope.rotate(q, k, cos, sin, out=(q, k))
-        with torch.enable_grad():
-            q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-            attended = self._attend(q, k, v, packing)
+        attention = kept.take_attended() or self._attention(normed1_TH, shape, cos, sin, params, packing, record=True)
+        (q, k, v), attended, branch_TH = attention.heads, attention.attended, attention.branch_TH
+        del attention
         attended_TQ = attended.detach().reshape(num_tokens, -1)
-        branch_TH = self._o(attended_TQ, params)
         middle_TH, normed2_TH = rms_norm.forward(
             branch_TH, params[self._norm2], self._eps[1], residual=x_TH, sum_out=branch_TH
         )
-        gate_up = self._gate_up(normed2_TH, params)
+        gate_up = kept.take_gate_up()
+        if gate_up is None:
+            gate_up = self._gate_up(normed2_TH, params)
 
         # The MLP. Its three wide tensors are all there ever are: gradients take the places of what they belong to.
         inner_TF = self._down.grad_input(grad_out_TH, params)
@@ -230,6 +268,26 @@ class RecomputedLayer:
         place_TH = grad_normed_TH if out is None else out.view(x_TH.shape)
         grad_x = self._norm_backward(self._norm1, grad_normed_TH, x_TH, self._eps[0], grad_TH, place_TH, tape)
         return grad_x.view(shape), tape.grads
+
+    def _attention(
+        self,
+        normed_TH: Tensor,
+        shape: torch.Size,
+        cos: Tensor,
+        sin: Tensor,
+        params: Sequence[Tensor],
+        packing: _Packing,
+        *,
+        record: bool,
+    ) -> _Attended:
+        """From the normed input to the branch's output. record: attention itself is recorded for autograd."""
+        q, k, v = self._heads(self._qkv(normed_TH, params), shape)
+        rope.rotate(q, k, cos, sin, out=(q, k))
+        with torch.set_grad_enabled(record):
+            q, k, v = (t.detach().requires_grad_(record) for t in (q, k, v))
+            attended = self._attend(q, k, v, packing)
+        branch_TH = self._o(attended.detach().reshape(normed_TH.shape[0], -1), params)
+        return _Attended([q, k, v], attended, branch_TH)
 
     def _heads(self, qkv_TO: Tensor, shape: torch.Size) -> list[Tensor]:
         """[B, heads, S, D] views of the queries, keys and values in their joint tensor."""

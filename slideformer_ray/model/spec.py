@@ -81,6 +81,7 @@ class ModelSpec:
     vocab_size: int
     num_layers: int
     checkpoint_dtype: str  # dtype of the stored weights, such as "bfloat16"
+    written_out: bool  # whether model/recompute.py runs the layers
 
     @property
     def embed(self) -> BlockSpec:
@@ -101,6 +102,10 @@ class ModelSpec:
     @property
     def largest_decoder_numel(self) -> int:
         return max(b.numel for b in self.decoder)
+
+    def width(self, projection: str) -> int:
+        """Output features of a projection of the decoder layers, such as "q_proj"."""
+        return next(p.shape[0] for p in self.decoder[0].params if p.name.endswith(f".{projection}.weight"))
 
 
 def slice_of(numel: int, actor: int, num_actors: int) -> tuple[int, int]:

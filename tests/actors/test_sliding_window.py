@@ -28,6 +28,20 @@ VARIANTS = {
     "three micro-batches": ("llama", True, {"training__micro_batch_rows": 2, "training__rows_per_step": 5}),
     "activations on the host": ("qwen2", False, {"placement__activation_slots": 3}),
     "two actors, two units": ("llama", False, {"placement__num_optimizer_actors": 2, "placement__param_units": 2}),
+    "kept results": (
+        "qwen2",
+        True,
+        {"placement__kept_attention": 2, "placement__kept_gate_up": 1, "training__rows_per_step": 5},
+    ),
+    "kept results, frozen below": (
+        "llama",
+        False,
+        {
+            "model__frozen": ["model.embed_tokens.*", "model.layers.0.*"],
+            "placement__kept_attention": 9,
+            "placement__kept_gate_up": 9,
+        },
+    ),
     "frozen embedding": ("llama", False, {"model__frozen": ["model.embed_tokens.*"]}),
     "frozen lower layers": (
         "llama",
@@ -97,6 +111,7 @@ def test_slots_units_and_actors_change_no_bit(tmp_path, device):
         {"placement__activation_slots": 3},
         {"placement__activation_slots": 5, "placement__param_units": 2},
         {"placement__gradient_slots": 1, "placement__gradient_units": 1},
+        {"placement__kept_attention": 1, "placement__kept_gate_up": 2},
         {"placement__num_optimizer_actors": 2},
         {"placement__num_optimizer_actors": 3, "placement__threads_per_optimizer_actor": 2},
     ]

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from slideformer_ray.kernels import switch
 from slideformer_ray.model.layers import LayerTemplate, RotaryTable, describe_model, flat_views
-from slideformer_ray.model.recompute import GATE_UP, QKV, RecomputedLayer, obstacle
+from slideformer_ray.model.recompute import GATE_UP, QKV, Kept, RecomputedLayer, obstacle
 from slideformer_ray.model.shapes import SHAPES
 
 # Sizes whose weights lie next to each other without padding, so that they are joined; conftest's SIZES are not all so.
@@ -197,6 +197,37 @@ def test_inputs_are_not_changed():
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
+@pytest.mark.parametrize("attention, gate_up, products", [(True, False, 1), (False, True, 2), (True, True, 0)])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_what_the_forward_keeps_is_not_computed_again(monkeypatch, dtype, attention, gate_up, products):
+    """The same bits with fewer products, and nothing stays behind."""
+    case = Case(Qwen2Config(**JOINED), dtype)
+    expected = case.found()
+    params, kept, out = case.views(case.layer), Kept(attention, gate_up), torch.empty_like(case.x)
+    case.layer.forward(case.x, *case.tables, params, out=out, kept=kept)
+    assert (kept.attended is not None, kept.gate_up_TF is not None) == (attention, gate_up)
+    calls = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: calls.append(1) or linear(*a))
+    grad_x, grads = case.layer.backward(case.x, *case.tables, params, case.grad, kept=kept)
+    assert len(calls) == products
+    assert (kept.attended, kept.gate_up_TF) == (None, None)
+    found = {"out": out, "x": grad_x} | case.by_name(grads)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_keeping_needs_no_place_for_the_output():
+    """The branch that is kept is not the output's place either."""
+    case = Case(Qwen2Config(**JOINED))
+    params, kept = case.views(case.layer), Kept(attention=True)
+    assert torch.equal(
+        case.layer.forward(case.x, *case.tables, params, kept=kept), case.layer.forward(case.x, *case.tables, params)
+    )
+    expected = case.layer.backward(case.x, *case.tables, params, case.grad)[0]
+    assert torch.equal(case.layer.backward(case.x, *case.tables, params, case.grad, kept=kept)[0], expected)
+
+
 def test_packed_rows(hf_config):
     """Sequences packed into a row give what they give alone, gradients of the weights being their sum."""
     case = Case(hf_config, rows=1, seq=12)
@@ -296,6 +327,25 @@ def test_gpu_memory_is_what_the_module_says():
     hidden, inner, queries, keys = 2048, 11008, 2048, 256
     formula = 8 * 1024 * (3 * inner + 3 * hidden + 2 * queries + 2 * keys) * 2
     assert torch.cuda.max_memory_allocated() - before < 1.05 * formula
+
+
+@pytest.mark.gpu
+def test_gpu_kept_bytes_and_bits():
+    """On the kernels of a real run: the bits of a recomputation, in the bytes that budget.py counts."""
+    rows, seq, hidden, inner, queries, keys = 8, 1024, 2048, 11008, 2048, 256
+    case = Case(SHAPES["qwen2.5-3b"](), torch.bfloat16, device="cuda", rows=rows, seq=seq)
+    expected = case.found()
+    params, out = case.views(case.layer), torch.empty_like(case.x)
+    for attention, gate_up in ((True, False), (False, True), (True, True)):
+        kept = Kept(attention, gate_up)
+        before = torch.cuda.memory_allocated()
+        case.layer.forward(case.x, *case.tables, params, out=out, kept=kept)
+        each_token = (hidden + 2 * queries + 2 * keys) * 2 + 16 * 4 if attention else 0
+        each_token += 2 * inner * 2 if gate_up else 0
+        assert torch.cuda.memory_allocated() - before <= 1.01 * rows * seq * each_token
+        grad_x, grads = case.layer.backward(case.x, *case.tables, params, case.grad, kept=kept)
+        found = {"out": out, "x": grad_x} | case.by_name(grads)
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.gpu
