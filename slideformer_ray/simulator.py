@@ -455,9 +455,14 @@ class Run:
         return self.end - self.start
 
 
-# What the compute lane idles for. The last two are the gap between two steps: gradients of the old one still leave the
-# GPU, the first parameters and rows of the new one arrive. Waiting for an optimizer is "update" everywhere.
-CAUSES = ("upload_params", "upload_activations", "upload_head", "update", "download", "tail", "step_edge")
+# What the compute lane idles for. `tail` and `step_edge` are the gap between two steps: gradients of the old one still
+# leave the GPU, the first parameters and rows of the new one arrive. Waiting for an optimizer is "update" everywhere.
+# The last two are times in which nothing that is waited for works, which a measured timeline alone has: an operation
+# that was not issued in time, and, between two steps, the call that carries the step (through Ray) and its preparation.
+CAUSES = (
+    *("upload_params", "upload_activations", "upload_head", "update", "download", "disk", "tail", "step_edge"),
+    *("launch", "step_call"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -498,10 +503,11 @@ class Timeline:
         """Idle time of the compute lane until the GPU's last step ends, by cause (CAUSES), over all steps."""
         exposed = dict.fromkeys(CAUSES, 0.0)
         computing = [run for run in self.runs if run.lane == COMPUTE]
-        _expose(exposed, computing[0].after, 0.0, edge=True)
+        first, last = computing[0], max(self._gpu_runs, key=lambda run: run.end)
+        _expose(exposed, first.after, 0.0, first.start, edge=True)
         for previous, run in pairwise(computing):
-            _expose(exposed, run.after, previous.end, edge=previous.step != run.step)
-        _expose(exposed, max(self._gpu_runs, key=lambda run: run.end), computing[-1].end, edge=True)
+            _expose(exposed, run.after, previous.end, run.start, edge=previous.step != run.step)
+        _expose(exposed, last, computing[-1].end, last.end, edge=True)
         return exposed
 
     @property
@@ -543,11 +549,15 @@ class Timeline:
         return [run for run in self.runs if run.lane in GPU_LANES]
 
 
-def _expose(exposed: dict[str, float], run: Run | None, idle_from: float, edge: bool) -> None:
-    """Share out the idle time that ends with `run`: to whatever ran then on the chain that led there."""
-    while run is not None and run.end > idle_from:
-        exposed[_cause(run, edge)] += run.end - max(run.start, idle_from)
-        run = run.after
+def _expose(exposed: dict[str, float], run: Run | None, idle_from: float, idle_to: float, edge: bool) -> None:
+    """Share out an idle time to whatever ran then on the chain of runs that led to its end, `run` the last of it."""
+    nothing_runs = "step_call" if edge else "launch"
+    while run is not None and run.end > idle_from and idle_to > idle_from:
+        end, start = min(run.end, idle_to), max(run.start, idle_from)
+        exposed[nothing_runs] += idle_to - end
+        exposed[_cause(run, edge)] += max(end - start, 0.0)
+        idle_to, run = min(start, end), run.after
+    exposed[nothing_runs] += max(idle_to - idle_from, 0.0)
 
 
 def _cause(run: Run, edge: bool) -> str:
@@ -557,7 +567,7 @@ def _cause(run: Run, edge: bool) -> str:
         return {"upload_params": "upload_params", "upload_head": "upload_head"}.get(run.op.kind, "upload_activations")
     if run.lane == DOWNLOAD:
         return "tail" if edge else "download"
-    return "update"
+    return "disk" if run.lane.startswith("storage.") else "update"
 
 
 def simulate(plans: Sequence[StepPlan], durations: Durations) -> Timeline:

@@ -29,6 +29,7 @@ EVAL = EvalMetrics(step=4, eval_loss=2.25, supervised_tokens=600)
 LANES = LaneMetrics(
     step=4,
     hiding_factor=1.5,
+    forward_hiding_factor=2.5,
     busy_seconds={"gpu.compute": 0.4, "update.0": 0.3},
     gb_per_second={"update.0": 90.0},
     exposed_seconds={"update": 0.1, "tail": 0.0},
