@@ -304,7 +304,7 @@ def export(
         if as_json:
             _print_json(dataclasses.asdict(exported))
         else:
-            _print_lines([f"{exported.out_dir}: {exported.dtype} masters after step {exported.steps_done - 1}"])
+            _print_lines([f"{exported.out_dir}: {exported.dtype} masters after {exported.steps_done} steps"])
 
 
 @app.command()

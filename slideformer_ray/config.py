@@ -380,6 +380,8 @@ class RunConfig(Section):
 _SECTIONS = {name for name in RunConfig.model_fields if name != "run_dir"}
 # Fields that hold paths: a config file works from any directory, and a path that looks like a number stays a path.
 _PATH_FIELDS = (("run_dir",), ("model", "path"), ("data", "train"), ("data", "eval"), ("checkpoint", "resume"))
+# In an override their value is what stands there: to YAML `*.bias` would be an alias, and 2024 a number.
+_TEXT_FIELDS = (*_PATH_FIELDS, ("model", "frozen"))
 
 
 class _Loader(yaml.SafeLoader):
@@ -418,10 +420,14 @@ def _apply_override(values: dict[str, Any], item: str) -> None:
         owner = owner.setdefault(section, {})
         if not isinstance(owner, dict):
             raise ConfigError(f"override {item!r}: {section} is not a section")
-    value = yaml_value(text, where=f"override {item!r}")
-    if (*sections, key) in _PATH_FIELDS:
-        value = value if value is None or isinstance(value, list) else text
-    owner[key] = value
+    if (*sections, key) in _TEXT_FIELDS and not text.lstrip().startswith(_YAML_MARKS) and text not in _YAML_NULLS:
+        owner[key] = text
+    else:
+        owner[key] = yaml_value(text, where=f"override {item!r}")
+
+
+# What makes a text field's override YAML after all: a list, a quoted string, or nothing.
+_YAML_MARKS, _YAML_NULLS = ("[", "'", '"'), ("", "~", "null")
 
 
 def yaml_value(text: str, where: str) -> Any:
@@ -441,14 +447,19 @@ def yaml_value(text: str, where: str) -> Any:
 def _problem(error: Exception) -> str:
     """What a parser says, with the line, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem}"
+        alias = "; put a value that begins with * in quotes" if "alias" in f"{error.context} {error.problem}" else ""
+        return f"line {error.problem_mark.line + 1}: {error.problem}{alias}"
     return " ".join(str(error).split())
 
 
 def _origin(error: Any, overrides: Sequence[str]) -> str | None:
-    """The last override that set the field that a mistake is in, or None."""
+    """The last override that set the field that a mistake is in, or that made the section that is one; or None."""
     loc = ".".join(str(part) for part in error["loc"]) + "."
-    return next((f"override {o!r}" for o in reversed(overrides) if loc.startswith(o.partition("=")[0] + ".")), None)
+    for override in reversed(overrides):
+        name = override.partition("=")[0] + "."
+        if loc.startswith(name) or (error["type"] == "extra_forbidden" and name.startswith(loc)):
+            return f"override {override!r}"
+    return None
 
 
 def _one_line(error: Any, model: type[BaseModel]) -> str:
@@ -459,13 +470,27 @@ def _one_line(error: Any, model: type[BaseModel]) -> str:
         for part in loc[:-1]:
             owner = owner.model_fields[part].annotation if part in getattr(owner, "model_fields", {}) else None
         known = list(getattr(owner, "model_fields", {}))
-        near = difflib.get_close_matches(loc[-1], known, n=1)
+        near = difflib.get_close_matches(loc[-1], known, n=1) or _elsewhere(loc[-1])
         hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
         return f"{name}: unknown key; {hint}"
     if error["type"] == "missing":
         return f"{name}: missing, and it has no default"
-    message = error["msg"].removeprefix("Value error, ")
+    message = _WORDS.get(error["type"], error["msg"]).removeprefix("Value error, ")
     if not loc:  # a pair of sections
         return message
     found = "" if error["type"] == "value_error" else f" (found {error['input']!r})"
     return f"{name}: {message[0].lower() + message[1:]}{found}"
+
+
+# Where pydantic speaks of Python's types.
+_WORDS = {
+    "tuple_type": "expected a value, or a list of them",
+    "model_type": "expected a section with keys of its own",
+    "too_short": "give at least one",
+}
+
+
+def _elsewhere(key: str) -> list[str]:
+    """Settings of that very name, with their sections."""
+    sections = ((name, field.annotation) for name, field in RunConfig.model_fields.items())
+    return [f"{name}.{key}" for name, section in sections if key in getattr(section, "model_fields", {})]

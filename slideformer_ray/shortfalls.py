@@ -109,7 +109,7 @@ def _host_mend(draft: Draft, plan: BytePlan) -> str:
     fewer = _largest(actors - 1, lambda n: fits(draft.changed("placement", num_optimizer_actors=n)))
     if fewer:
         mends.append(f"lower placement.num_optimizer_actors from {actors} to {fewer}")
-    if plan.layout.num_host_cells:
+    if plan.layout.num_host_cells or draft.device == "cpu":  # there, all activations are host memory
         rows = _largest(config.training.rows_per_step - 1, lambda n: fits(_with_rows_per_step(draft, n)))
         if rows:
             mends.append(f"lower training.rows_per_step from {config.training.rows_per_step} to {rows}")
@@ -151,10 +151,11 @@ def check_disk(config: RunConfig, plan: BytePlan) -> None:
     need = max(0, peak - there) * plan.disk_bytes + model_bytes
     free = disk_free(config.run_dir)
     if need > free:
+        what = [f"up to {peak} checkpoints"] * (peak > 0) + ["the final model"] * (model_bytes > 0)
+        mend = f", lower checkpoint.keep ({config.checkpoint.keep}), or set checkpoint.save_every to 0" if peak else ""
         raise ConfigError(
-            f"run_dir: the disk of {config.run_dir} has {readable(free)} free, up to {peak} checkpoints and the final "
-            f"model need {readable(need)}; free space, give another run_dir, lower checkpoint.keep "
-            f"({config.checkpoint.keep}), or set checkpoint.save_every to 0"
+            f"run_dir: the disk of {config.run_dir} has {readable(free)} free, {readable(need)} "
+            f"are needed for {' and '.join(what)}; free space, give another run_dir{mend}"
         )
 
 

@@ -61,7 +61,7 @@ assert STEPS_AHEAD < NUM_BATCH_BUFFERS
 
 
 class Interrupted(RuntimeError):
-    """The run ended as `Trainer.interrupt` asked; the message says after which step, and what was saved."""
+    """The run ended as `Trainer.interrupt` asked; the message says after how many steps, and what was saved."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -403,7 +403,7 @@ class Trainer:
             self._end_save()
         saved = self._last_checkpoint
         way = f"; {saved} is saved: continue with checkpoint.resume=auto" if saved else "; nothing is saved"
-        raise Interrupted(f"after step {done - 1}{way}")
+        raise Interrupted(f"after {done} steps{way}")
 
     def _submit(self, tiers: Tiers, step: int) -> _Submitted:
         batch = self._next_batch or self.data.step_batch(step)

@@ -231,6 +231,15 @@ def test_a_refusal_names_the_shortfall_and_brings_the_bytes(qwen_7b):
     assert "no setting mends that" in line
 
 
+def test_fewer_rows_a_step_are_offered_where_activations_are_host_memory(qwen_7b):
+    """On the CPU device every micro-batch's activations are; the number of rows that is offered fits."""
+    host = machine(None, ram_gib=160)
+    (line,) = refusal_of(qwen_7b, host, training={"rows_per_step": 100_000}).shortfalls
+    offered = int(re.search(r"lower training.rows_per_step from 100000 to (\d+)", line)[1])
+    assert 1 <= offered < 100_000
+    plan_of(qwen_7b, host, training={"rows_per_step": offered, "micro_batch_rows": min(4, offered)})
+
+
 def test_fewer_optimizer_actors_are_offered_where_their_processes_are_too_much(qwen_7b):
     """Each is a process of its own; the number that is offered fits."""
     host = machine(ram_gib=150, shm_gib=150)
@@ -388,9 +397,14 @@ def test_a_disk_too_small_is_refused(qwen_7b, tmp_path, monkeypatch):
     check_disk(config, plan)
     monkeypatch.setattr("slideformer_ray.shortfalls.disk_free", lambda path: need - 1)
     with pytest.raises(
-        ConfigError, match=rf"run_dir: the disk of .*run has .* up to 3 checkpoints .* need {readable(need)};"
+        ConfigError,
+        match=rf"run_dir: the disk of .*run has .* {readable(need)} are needed for up to 3 checkpoints and ",
     ):
         check_disk(config, plan)
+    monkeypatch.setattr("slideformer_ray.shortfalls.disk_free", lambda path: plan.model_bytes - 1)
+    without = config.changed(["checkpoint.save_every=0"])
+    with pytest.raises(ConfigError, match="are needed for the final model; free space, give another run_dir$"):
+        check_disk(without, plan)
 
 
 # ------------------------------------------------------------------------------------------------------------- machines

@@ -212,7 +212,7 @@ def test_an_interrupted_run_saves_after_its_steps(tmp_path, straight):
     config = small_config(tmp_path, num_rows=14, training__steps=STEPS, checkpoint__save_every=100)
     record.trainer = Trainer(config, callbacks=[record], local=True)
     assert not record.trainer.interrupt()  # no step is under way
-    with pytest.raises(Interrupted, match=r"after step 2; \S+step-3 is saved: continue with checkpoint.resume=auto"):
+    with pytest.raises(Interrupted, match=r"after 3 steps; \S+step-3 is saved: continue with checkpoint.resume=auto"):
         record.trainer.train()
     assert not (config.run_dir / "model").exists() and [m.step for m in record.steps] == [0, 1, 2]
     resumed = run(tmp_path, checkpoint__resume="auto", checkpoint__save_every=STEPS)

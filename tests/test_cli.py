@@ -395,7 +395,7 @@ def test_a_run_that_is_stopped_leaves_nothing(config_file, number, exit_code):
     asked, said = stderr.splitlines()[-2:]
     assert asked == "stopping after the steps that are under way; once more ends at once"
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-    assert re.fullmatch(rf"slideformer-ray: stopped by {name} after step \d+; nothing is saved", said)
+    assert re.fullmatch(rf"slideformer-ray: stopped by {name} after \d+ steps; nothing is saved", said)
     assert "Traceback" not in stderr and "SIGTERM received" not in stderr and "INFO" not in "".join(lines)
     assert wait_until_gone(pids, 10 - (time.monotonic() - stopped)) == []
     assert set(os.listdir("/dev/shm")) <= shm_before

@@ -82,8 +82,11 @@ def config_file(tmp_path):
         ),
         (
             changed(data={"train": []}),
-            "data.train: tuple should have at least 1 item after validation, not 0 (found [])",
+            "data.train: give at least one (found [])",
         ),
+        (changed(data={"train": None}), "data.train: expected a value, or a list of them (found None)"),
+        (MINIMAL | {"model": "tiny"}, "model: expected a section with keys of its own (found 'tiny')"),
+        (MINIMAL | {"learning_rate": 1}, "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
         (
             changed(placement={"layers": "fast"}),
             "placement.layers: input should be 'auto', 'recomputed', 'compiled' or 'plain' (found 'fast')",
@@ -142,6 +145,15 @@ def test_the_home_directory_can_be_written_as_a_tilde(config_file, monkeypatch):
         ("- a\n", "expected a mapping of sections, found list"),
         ("run_dir: [a\n", "not valid YAML: line 2: expected ',' or ']', but got '<stream end>'"),
         ("run_dir: a\nmodel: {path: a}\nmodel: {path: b}\n", "not valid YAML: line 1: the key 'model' is given twice"),
+        (
+            "model: {frozen: [*.bias]}\n",
+            "not valid YAML: line 1: expected alphabetic or numeric character, but found '.'; put a value that begins "
+            "with * in quotes",
+        ),
+        (
+            "model: {frozen: *all}\n",
+            "not valid YAML: line 1: found undefined alias 'all'; put a value that begins with * in quotes",
+        ),
     ],
 )
 def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, text, message):
@@ -191,6 +203,8 @@ def test_a_section_without_settings_has_its_defaults(config_file):
         ("checkpoint.resume=none", lambda c: c.checkpoint.resume == "none"),
         ("checkpoint.resume=step-2", lambda c: c.checkpoint.resume == Path.cwd() / "step-2"),
         ("model.frozen=model.embed_tokens.*", lambda c: c.model.frozen == ("model.embed_tokens.*",)),
+        ("model.frozen=*.bias", lambda c: c.model.frozen == ("*.bias",)),  # to YAML an alias
+        ("model.frozen=['*.bias', '*.norm.*']", lambda c: c.model.frozen == ("*.bias", "*.norm.*")),
     ],
 )
 def test_an_override_means_what_it_says(config_file, override, found):
@@ -220,6 +234,8 @@ def test_an_override_with_a_wrong_value_is_blamed_and_not_the_file(config_file):
         RunConfig.load(config_file, ["optimizer.eps=1e-8", "optimizer.eps=-1"])
     with pytest.raises(ConfigError, match=r"^override 'optimizer.epsilon=1': optimizer.epsilon: unknown key; .*eps"):
         RunConfig.load(config_file, ["optimizer.epsilon=1"])
+    with pytest.raises(ConfigError, match=r"^override 'optimiser.eps=1': optimiser: unknown key; .*optimizer\?$"):
+        RunConfig.load(config_file, ["optimiser.eps=1"])
     with config_file.open("a") as file:
         file.write("\nbudget: {ram_gib: -3}\n")
     with pytest.raises(ConfigError, match=rf"^{config_file}: budget.ram_gib"):

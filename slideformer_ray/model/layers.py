@@ -34,12 +34,13 @@ def load_hf_config(path: Path | str) -> PretrainedConfig:
         values = json.loads(file.read_text())
     except OSError as error:
         raise ValueError(
-            f"{file}: cannot be read ({error.strerror}); give a directory that holds config.json"
+            f"model.path: {file}: cannot be read ({error.strerror}); give a directory that holds config.json. Nothing "
+            "is downloaded: `hf download NAME --local-dir DIR` does that"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON: {error}") from None
+        raise ValueError(f"model.path: {file}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(values).__name__}")
+        raise ValueError(f"model.path: {file}: expected a JSON object, found {type(values).__name__}")
     family = family_named(values.get("model_type"), where=str(file))
     try:
         return family.config.from_dict(values)
