@@ -72,7 +72,8 @@ class _Buffers:
     def __init__(self) -> None:
         self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
         for _ in range(IO_THREADS):
-            self._free.put(mmap.mmap(-1, RANGE_BYTES + ALIGN_BYTES))
+            # Private, so that the run's own account of its memory has them: shared pages count as the store's.
+            self._free.put(mmap.mmap(-1, RANGE_BYTES + ALIGN_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     @contextmanager
     def lend(self) -> Iterator[np.ndarray]:

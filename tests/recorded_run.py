@@ -58,6 +58,13 @@ def small_config(directory: Path, *, num_rows: int = 6, **changes) -> RunConfig:
     return RunConfig.from_dict(values)
 
 
+def run_in_threads(config: RunConfig) -> Record:
+    """A whole run without Ray, and what was seen of it."""
+    record = Record()
+    record.summary = Trainer(config, callbacks=[record], local=True).train()
+    return record
+
+
 class RecordingTrainer(Trainer):
     """Keeps a hold of its tiers, for callbacks that look into them."""
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slideformer_ray.durable import replace_durably
+
 if TYPE_CHECKING:
     from slideformer_ray.observe.lane_metrics import LaneMetrics
 
@@ -67,7 +69,7 @@ class MetricsFile(Callback):
 
     def on_start(self, total_steps: int, first_step: int) -> None:
         kept = [line for line in _lines(self.path) if _step_of(line) < first_step]
-        self.path.write_text("".join(kept))
+        replace_durably(self.path, "".join(kept).encode())  # a run that is killed here must not lose them
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._write("step", metrics)
