@@ -324,6 +324,9 @@ class Trainer:
             )
             saves = self._save_is_due(done)
             if saves and self.config.checkpoint.async_save:
+                # The save before may be waited for now: its steps are gathered and recorded first.
+                while (self._writer.steps_done or 0) > self._steps_done:
+                    yield self._finish(tiers, ahead.popleft())
                 self._save(done)
                 saves = False
             if evaluates or saves or done == total:
@@ -433,7 +436,6 @@ class Trainer:
         self._step_seconds.append(seconds)
         self._tokens += submitted.batch.num_tokens
         self._read_memory(tiers)
-        self._poll_save()
         metrics = StepMetrics(
             step=submitted.pending.inputs.step,
             loss=report.gpu.loss,
@@ -463,6 +465,7 @@ class Trainer:
             callback.on_step(metrics)
             if lanes is not None:
                 callback.on_lanes(lanes)
+        self._poll_save()  # last: a run that is killed must not have a checkpoint of a step and no record of it
         return metrics
 
     def _count(self, step: int, report: StepReport) -> None:

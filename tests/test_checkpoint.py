@@ -199,6 +199,20 @@ def test_a_slower_disk_than_save_every_loses_no_checkpoint(tmp_path, straight):
         assert differing(*ends) == []
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["in the foreground", "in the background"])
+def test_a_step_is_recorded_before_its_checkpoint_is_complete(tmp_path, background):
+    """A run that is killed between the two would go on behind the step, which metrics.jsonl then never has."""
+    newest = []
+
+    class Looks(Record):
+        def on_step(self, metrics):
+            complete = complete_checkpoints(tmp_path / "run")
+            newest.append((complete[-1][0] if complete else 0, metrics.step))
+
+    run(tmp_path, [Looks()], checkpoint__save_every=1, checkpoint__async_save=background)
+    assert len(newest) == STEPS and all(saved <= step for saved, step in newest), newest
+
+
 def test_an_interrupted_run_saves_after_its_steps(tmp_path, straight):
     """SIGTERM or Ctrl-C: the steps under way end and are saved; going on gives the straight run's bits."""
 
