@@ -329,6 +329,8 @@ class RayTiers(Tiers):
         super().__init__(config, hf_config, spec, plan, total_steps)
         layout = self.layout
         self._actors: dict[str, Any] = {}
+        self._pulse: Any = None
+        self._pulse_asked_at = 0.0
         gpus = 1 if layout.device == "cuda" else 0
         cpus = 2 + layout.num_optimizer_actors * layout.threads_per_optimizer_actor
         if config.placement.address is None:
@@ -368,6 +370,7 @@ class RayTiers(Tiers):
             storage: Any = StorageActor.options(name="storage", num_cpus=1, scheduling_strategy=here)  # type: ignore[attr-defined]
             self._actors["storage actor"] = storage.remote(setup)
             self._actor_reports = self._wait([actor.report.remote() for actor in self._actors.values()], None)
+            self._pulse = self._actors["storage actor"].report.remote()
         except BaseException:
             self.close()
             raise
@@ -402,6 +405,8 @@ class RayTiers(Tiers):
                 raise TierError(f"{lost} {self._where(inputs)}")
             done, waiting = ray.wait(waiting, num_returns=1, timeout=1.0)
             errors += [error for error in map(self._error_of, done) if error is not None]
+            if (error := self._storage_error()) is not None:
+                errors.append(error)
             if signals != (signals := self.page.signals):  # some lane moves on
                 deadline = time.monotonic() + bound
             if not done and time.monotonic() > deadline:
@@ -421,6 +426,19 @@ class RayTiers(Tiers):
         if isinstance(error, ray.exceptions.RayActorError):
             raise TierError(f"{self._name_of_dead()} died {self._where(inputs)}") from error
         self._raise(error, inputs)
+
+    def _storage_error(self) -> Exception | None:
+        """The storage actor's death. A step may hold no call of its: without this, the final save would be the first
+        to know, and the run be lost. Asked once a second, never waited for."""
+        import ray
+
+        if self._pulse is None or time.monotonic() < self._pulse_asked_at + 1.0:
+            return None
+        if not ray.wait([self._pulse], timeout=0)[0]:
+            return None
+        error = self._error_of(self._pulse)
+        self._pulse, self._pulse_asked_at = self._actors["storage actor"].report.remote(), time.monotonic()
+        return error
 
     def _error_of(self, call: Any) -> Exception | None:
         """The error that a finished call ended with, as the actor raised it."""

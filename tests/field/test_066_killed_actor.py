@@ -55,6 +55,21 @@ def test_a_killed_actor_is_named_within_ten_seconds(tmp_path, name, device):
     assert not ray.is_initialized()
 
 
+def test_a_killed_storage_actor_ends_the_run_though_no_step_calls_it(tmp_path):
+    """Else the run would go on to its last step and fail in the final save."""
+    model = save_small_model(tmp_path / "model", "llama")
+    with open_tiers(make_config(model), RayTiers) as tiers:
+        run_steps(tiers, [random_batch(4, 2, seed=0)])
+        (pid,) = [report.pid for report in tiers.reports() if report.name == "storage actor"]
+        os.kill(pid, signal.SIGKILL)
+        killed, step = time.monotonic(), 1
+        with pytest.raises(TierError, match=rf"^storage actor \(process {pid}\) died in step \d+: "):
+            while time.monotonic() - killed < 10:
+                tiers.gather(submit_batch(tiers, random_batch(4, 2, seed=step), step, step, train=True))
+                step += 1
+    assert not ray.is_initialized()
+
+
 def test_a_killed_gcs_server_is_named_within_ten_seconds(tmp_path):
     """Ray itself would go on without it for a minute, and then end the process. (Its raylet: memory/node_guard.py.)"""
     model = save_small_model(tmp_path / "model", "llama")
