@@ -405,8 +405,8 @@ class RayTiers(Tiers):
                 raise TierError(f"{lost} {self._where(inputs)}")
             done, waiting = ray.wait(waiting, num_returns=1, timeout=1.0)
             errors += [error for error in map(self._error_of, done) if error is not None]
-            if (error := self._storage_error()) is not None:
-                errors.append(error)
+            if (dead := self._storage_error()) is not None:
+                errors.append(dead)
             if signals != (signals := self.page.signals):  # some lane moves on
                 deadline = time.monotonic() + bound
             if not done and time.monotonic() > deadline:
