@@ -29,6 +29,7 @@ SHAPE = SHAPES[2]
 # Relative error of a whole tensor. 16 bits: a product and the logits' gradient are each rounded once, to 2^-9 or 2^-11.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SCALE = 1 / 77
+OWN_BLOCK = module._MAX_BLOCK_V
 OPTIONS = {
     "none": {},
     "ignored": {"ignored": 3},
@@ -360,7 +361,7 @@ def test_gpu_peak_is_the_budget_and_not_rows_times_vocabulary(use_path, path, mo
 @pytest.mark.parametrize("size", [(257, 512, 151_937), (1000, 768, 32_003), (300, 1024, 128_256)], ids=str)
 def test_real_vocabularies(use_path, size, dtype, options, monkeypatch, poisoned):
     """The kernel's own block size, chunks of 130 rows, vocabularies that no block divides."""
-    monkeypatch.setattr(module, "_MAX_BLOCK_V", 16384)
+    monkeypatch.setattr(module, "_MAX_BLOCK_V", OWN_BLOCK)
     device = use_path("triton-cuda")
     inputs = make_inputs(*size, dtype, device, ignored=5, bias=bool(options))
     inputs = (inputs[0], inputs[1] * 0.1, *inputs[2:])
