@@ -52,8 +52,8 @@ def plan(ram_gb: int, name: str) -> BytePlan:
 def table() -> str:
     lines = [
         "| 24 GB GPU and | model | parameters, hi | masters' rest, lo | Adam states | gradients | activations | "
-        "all host GiB | GPU GiB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "all host GiB | GPU GiB | of it, recomputation saved |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for ram_gb, name in MACHINES:
         p = plan(ram_gb, name)
@@ -63,7 +63,8 @@ def table() -> str:
 
         lines.append(
             f"| {ram_gb} GB of RAM | {name} | {gib('(hi)')} | {gib('(lo)')} | {gib('exp_avg')} | {gib('gradients:')} | "
-            f"{gib('offloaded activations')} | {p.host_bytes / GIB:.1f} | {p.gpu_bytes / GIB:.1f} |"
+            f"{gib('offloaded activations')} | {p.host_bytes / GIB:.1f} | {p.gpu_bytes / GIB:.1f} | "
+            f"{gib('kept for the backward', tier='GPU')} |"
         )
     return "\n".join(lines)
 
