@@ -13,10 +13,10 @@ from slideformer_ray.schedule import COMPUTE, GPU_LANES, update_lane
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    path = tmp_path_factory.mktemp("bench") / "trace.json"
+    path = tmp_path_factory.mktemp("bench") / "trace-4.json"
     settings = ["placement.device=cpu", "placement.num_optimizer_actors=2", "placement.threads_per_optimizer_actor=1"]
     (case,) = window_cases(
-        "tiny", quickstart_model_dir(), [4], 32, 2, settings, warmup=1, steps=5, local=True, trace_path=str(path)
+        "tiny", quickstart_model_dir(), [4], 32, 2, settings, warmup=1, steps=5, local=True, out=path.parent
     )
     return measure_window(case, MachineMemory()), path
 
