@@ -23,7 +23,7 @@ def test_it_is_refused_before_the_first_step(tmp_path, monkeypatch):
     config = small_config(tmp_path, **KEEP_ONE)
     one = Trainer(config, local=True).plan.disk_bytes
     monkeypatch.setattr(shortfalls, "disk_free", lambda path: one * 3 // 2)
-    with pytest.raises(ConfigError, match=r"has \S+ MiB free, \S+ MiB are needed for up to 2 checkpoints.*; free space"):
+    with pytest.raises(ConfigError, match=r"has \S+ MiB free, \S+ MiB are needed for up to 2 check.*; free space"):
         Trainer(config, local=True)
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(shortfalls, "disk_free", lambda path: one * 2)
